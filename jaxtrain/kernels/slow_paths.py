@@ -9,28 +9,32 @@ import jax.numpy as jnp
 
 from jaxtrain.base.narrow_formats import BLOCKS
 from jaxtrain.kernels import grouped_matmul
-from jaxtrain.kernels.attention import choose_backend
+from jaxtrain.kernels.attention import choose_backend, cudnn_attention
 from jaxtrain.sharding import axis_rules, mesh_context
 
 GPUS = ("gpu", "cuda")
 
 
-def attention(asked: str, dtype: jnp.dtype, seq_len: int, head_dim: int, *, strategy: str = "", packed: bool = True,
-              soft_cap: float = 0.0, sinks: bool = False) -> str:
-    """Return what causal attention costs here beyond a kernel that computes only what is seen; "": nothing."""
+def attention(asked: str, dtype: jnp.dtype, seq_len: int, head_dim: int, *, strategy: str = "", parts: int = 1,
+              packed: bool = True, soft_cap: float = 0.0, sinks: bool = False) -> str:
+    """Return what causal attention costs here beyond a kernel that computes only what is seen; "": nothing.
+
+    `strategy`: how it crosses the parts of a sequence, each of which a device has; "" if rows are whole.
+    """
     platform = mesh_context.platform()
     if platform not in (*GPUS, "tpu"):
         return ""
-    backend = choose_backend(asked, platform, dtype, seq_len, head_dim, strategy, soft_cap, packed, sinks)
+    in_parts = strategy not in ("", "ulysses")
+    backend = choose_backend(asked, platform, dtype, seq_len // parts if in_parts else seq_len, head_dim, strategy,
+                             soft_cap, packed, sinks)
     wide = f" (heads of {head_dim} are over 128)" if head_dim > 128 and _has_mosaic() else ""
     if backend == "xla" and strategy:
-        other = "" if strategy == "ulysses" else "; ulysses has, where mesh.context divides the query heads of a device"
         return (f"attention over context by {strategy} has no kernel here{wide}: scores pass through memory in "
-                f"float32, tile by tile{other}")
+                f"float32, tile by tile")
     if backend == "xla":
         return (f"attention has no kernel here{wide}: {4e-9 * seq_len**2:.2g} GB of scores in memory for each head of "
                 f"a row of {seq_len:,} tokens")
-    if backend == "cudnn" and packed:
+    if backend == "cudnn" and packed and not in_parts and seq_len < cudnn_attention.LONG:
         return (f"attention of packed rows computes all pairs of tokens{wide}: twice what causal attention needs, and "
                 f"a mask of {2e-9 * seq_len**2:.2g} GB for each row of {seq_len:,} tokens")
     return ""

@@ -3,11 +3,12 @@
 Under causal attention late tokens attend to more keys. So a sequence is cut into 2n chunks for n devices, and device i
 holds chunks i and 2n-1-i: an early and a late one, the same work for all. Three strategies give the same numbers:
 
-- `ring`: blocks of keys and values circulate; every device works on one while the next is in transit.
+- `ring`: blocks of keys and values circulate; every device works on one while the next is in transit (ring.py).
 - `gather`: each device gathers keys and values for its own queries, a bounded part of the sequence at a time.
-- `ulysses`: an all-to-all from sequence shards to head shards, attention over the whole sequence, and back. As the
-  sequence is whole and in its own order, the platform's kernel (`train.attention`) computes it. The other two have
-  tiles in plain operations (parallel/tiles.py) on every platform.
+- `ulysses`: an all-to-all from sequence shards to head shards, attention over the whole sequence, and back.
+
+Backends (`train.attention`) compute whole rows for `ulysses`, which are in their own order, and blocks or tiles for the
+other two (kernels/attention/tiled.py, ring.py). strategies.py chooses.
 
 Collectives name the axis, so all of this also runs where a surrounding `shard_map` (a pipeline's) made it manual.
 
@@ -15,22 +16,21 @@ Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K h
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.kernels.attention import by_device, choose_backend, sinks
-from jaxtrain.parallel import tiles
-from jaxtrain.parallel.cut_rows import AXIS, balanced_order, choose_strategy, size
-from jaxtrain.parallel.tiles import Scoring, Tokens, merge
-from jaxtrain.sharding import activations, axis_rules, mesh_context
+from jaxtrain.kernels.attention import by_device, sinks, tiled, tiles
+from jaxtrain.kernels.attention.tiles import Pull, Scoring, Tokens, merge
+from jaxtrain.parallel import ring, strategies
+from jaxtrain.parallel.balanced import balance, unbalance
+from jaxtrain.parallel.cut_rows import AXIS, balanced_order, size
+from jaxtrain.sharding import activations, axis_rules
 
 F32 = jnp.float32
 GATHERED = 2**15  # tokens whose keys and values `gather` holds at a time
@@ -58,18 +58,20 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
                                              "act_head_dim") for x in (k_BSGK, v_BSGK))
     # Within a pipeline the axis is already manual.
     stages = 1 if AXIS in axis_rules.free_axes(mesh) else mesh.shape["stage"]
-    strategy = choose_strategy(strategy, stages, n, q_BTHK.shape[2] // split)
-    backend = choose_backend(backend, mesh_context.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], strategy,
-                             soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None)
-    scoring = Scoring(window, soft_cap)
+    (strategy, _), backend = strategies.decide(
+        strategy, backend, q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], stages=stages, parts=n,
+        heads=q_BTHK.shape[2] // split, soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None)
+    scoring = Scoring(window, soft_cap, backend)
     if strategy != "ulysses":
         return _attend(strategy, scoring, q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H)
     repeats = math.lcm(k_BSGK.shape[2] // split, n) * split // k_BSGK.shape[2]
     kernel = (by_device(backend, *_specs("ulysses"), window, soft_cap) if backend != "xla" else
               partial(_attend, strategy, scoring))
-    return _fewer_tokens(1, kernel(
-        _fewer_heads(1, q_BTHK), _fewer_heads(repeats, k_BSGK), _fewer_heads(repeats, v_BSGK),
-        None if segments_BT is None else _whole(segments_BT), None if sinks_H is None else _own_heads(sinks_H)))
+    # Kept in place of the products that they are exchanged from, so that no exchange is repeated.
+    q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(_fewer_heads(times, x), "dots") for times, x in (
+        (1, q_BTHK), (repeats, k_BSGK), (repeats, v_BSGK)))
+    return _fewer_tokens(1, kernel(q_BTHK, k_BSGK, v_BSGK, None if segments_BT is None else _whole(segments_BT),
+                                   None if sinks_H is None else _own_heads(sinks_H)))
 
 
 def _specs(strategy: str) -> tuple[P, P]:
@@ -105,8 +107,8 @@ def _backward(strategy, scoring, saved, dout):
     heads, tokens = _specs(strategy)
 
     def local(q, k, v, segments, out, lse, dout):
-        delta = (out.astype(F32) * dout).sum(-1)
-        grads = _STRATEGIES[strategy][1](q, k, v, segments, dout, lse, delta, scoring)
+        pull = Pull(dout, out, lse, (out.astype(F32) * dout).sum(-1))
+        grads = _STRATEGIES[strategy][1](q, k, v, segments, pull, scoring)
         return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
 
     specs, (*saved, sinks_H) = (heads, heads, heads, tokens, heads, heads, heads), saved
@@ -118,86 +120,6 @@ def _backward(strategy, scoring, saved, dout):
 
 
 _attend.defvjp(_forward, _backward)
-
-
-# ---------------------------------------------------------------------------------------------------------------- ring
-
-def _next(tree: PyTree) -> PyTree:
-    """Return what the previous device in the ring sent."""
-    n = lax.axis_size(AXIS)
-    return jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)]), tree)
-
-
-def _rounds(visit: Callable, carry: PyTree, block: PyTree) -> PyTree:
-    """Fold `visit(carry, block, hop)` over the blocks of all other devices, sending each on before working on it."""
-    def hop(state, i):
-        carry, block = state
-        following = _next(block)
-        return (visit(carry, block, i), following), None
-
-    n = lax.axis_size(AXIS)
-    (carry, block), _ = lax.scan(hop, (carry, block), jnp.arange(1, n - 1))
-    return visit(carry, block, n - 1)
-
-
-def _seen(device: jax.Array, source: jax.Array, tokens: int, work: Callable[[slice, slice], PyTree]) -> PyTree:
-    """Apply `work(queries, keys)` to the visible part of another device's block: always exactly half of all pairs.
-
-    All queries see the early chunk of a block from an earlier device; the late queries see both chunks of a block from
-    a later device.
-    """
-    early, late, every = slice(0, tokens // 2), slice(tokens // 2, tokens), slice(0, tokens)
-    return lax.cond(source < device, lambda: work(every, early), lambda: work(late, every))
-
-
-def _take(x: PyTree, part: slice) -> PyTree:
-    return jax.tree.map(lambda x: x[:, part], x)
-
-
-def _put(x: PyTree, part: slice, new: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, part.start, axis=1), x, new)
-
-
-def _ring_forward(q, k, v, segments, scoring):
-    n, me, T = lax.axis_size(AXIS), lax.axis_index(AXIS), q.shape[1]
-    mine = _tokens(me, n, T, segments)
-    following = _next((k, v, segments))
-    result = tiles.forward(q, k, v, mine, mine, scoring, own=True)
-
-    def visit(result, block, hop):
-        source, (k, v, segments) = (me - hop) % n, block
-        theirs = _tokens(source, n, T, segments)
-
-        def work(a, b):
-            part = tiles.forward(q[:, a], k[:, b], v[:, b], mine.part(a), theirs.part(b), scoring)
-            return _put(result, a, merge(_take(result, a), part))
-
-        return _seen(me, source, T, work)
-
-    return _rounds(visit, result, following)
-
-
-def _ring_backward(q, k, v, segments, dout, lse, delta, scoring):
-    n, me, T = lax.axis_size(AXIS), lax.axis_index(AXIS), q.shape[1]
-    mine = _tokens(me, n, T, segments)
-    following = _next((k, v, segments))
-    dq, *dkv = tiles.backward(q, k, v, dout, lse, delta, mine, mine, scoring, own=True)
-
-    def visit(carry, block, hop):
-        source, (k, v, segments) = (me - hop) % n, block
-        theirs = _tokens(source, n, T, segments)
-        dq, dkv = carry[0], _next(carry[1])  # gradients of a block travel one hop behind it
-
-        def work(a, b):
-            ddq, *ddkv = tiles.backward(q[:, a], k[:, b], v[:, b], dout[:, a], lse[:, a], delta[:, a], mine.part(a),
-                                        theirs.part(b), scoring)
-            add = partial(jax.tree.map, jnp.add)
-            return _put(dq, a, add(_take(dq, a), ddq)), _put(dkv, b, add(_take(dkv, b), ddkv))
-
-        return _seen(me, source, T, work)
-
-    dq, dkv = _rounds(visit, (dq, dkv), following)
-    return dq, *_next([g.astype(x.dtype) for g, x in zip(dkv, (k, v), strict=True)])  # to their owners, cast as needed
 
 
 # -------------------------------------------------------------------------------------------------------------- gather
@@ -215,19 +137,19 @@ def _gather_forward(q, k, v, segments, scoring):
 
     def visit(result, piece):
         (k, v, segments), at = _all(piece[0]), piece[1].reshape(-1)
-        return merge(result, tiles.forward(q, k, v, mine, Tokens(at, segments), scoring)), None
+        return merge(result, tiled.forward(q, k, v, mine, Tokens(at, segments), scoring)), None
 
     nothing = jnp.zeros((*q.shape[:-1], v.shape[-1]), F32), jnp.full(q.shape[:-1], tiles.NOTHING)
     return lax.scan(visit, nothing, (_pieces(n, (k, v, segments)), _pieces(n, _everywhere(n, n * T))))[0]
 
 
-def _gather_backward(q, k, v, segments, dout, lse, delta, scoring):
+def _gather_backward(q, k, v, segments, pull, scoring):
     n, T = lax.axis_size(AXIS), q.shape[1]
     mine = _tokens(lax.axis_index(AXIS), n, T, segments)
 
     def visit(dq, piece):
         (k, v, segments), at = _all(piece[0]), piece[1].reshape(-1)
-        ddq, *dkv = tiles.backward(q, k, v, dout, lse, delta, mine, Tokens(at, segments), scoring)
+        ddq, *dkv = tiled.backward(q, k, v, pull, mine, Tokens(at, segments), scoring)
         return dq + ddq, [lax.psum_scatter(x, AXIS, scatter_dimension=1, tiled=True) for x in dkv]
 
     dq, dkv = lax.scan(visit, jnp.zeros(q.shape, F32), (_pieces(n, (k, v, segments)),
@@ -249,7 +171,7 @@ def _fewer_heads(repeats: int, x: jax.Array) -> jax.Array:
     """
     def exchange(x):
         x = lax.all_to_all(jnp.repeat(x, repeats, axis=2), AXIS, split_axis=2, concat_axis=1, tiled=True)
-        return _chunks(x, np.argsort(_chunks_of(lax.axis_size(AXIS))))
+        return unbalance(x, lax.axis_size(AXIS))
 
     return activations.manual_region(exchange, in_specs=_specs("")[0], out_specs=_specs("ulysses")[0])(x)
 
@@ -258,7 +180,7 @@ def _fewer_heads(repeats: int, x: jax.Array) -> jax.Array:
 def _fewer_tokens(repeats: int, x: jax.Array) -> jax.Array:
     """Switch back, summing repeated heads: the transpose of `_fewer_heads`."""
     def exchange(x):
-        x = _chunks(x, _chunks_of(lax.axis_size(AXIS)))
+        x = balance(x, lax.axis_size(AXIS))
         x = lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)
         return x.reshape(*x.shape[:2], -1, repeats, x.shape[3]).sum(3) if repeats > 1 else x
 
@@ -273,7 +195,7 @@ _fewer_tokens.defvjp(lambda repeats, x: (_fewer_tokens(repeats, x), None), lambd
 
 def _whole(x_BT: jax.Array) -> jax.Array:
     def gather(x):
-        return _chunks(_all(x), np.argsort(_chunks_of(lax.axis_size(AXIS))))
+        return unbalance(_all(x), lax.axis_size(AXIS))
     return activations.manual_region(gather, in_specs=_specs("")[1], out_specs=_specs("ulysses")[1])(x_BT)
 
 
@@ -285,26 +207,15 @@ def _own_heads(x_H: jax.Array) -> jax.Array:
     return activations.manual_region(part, in_specs=P(_specs("")[0][2]), out_specs=P(_specs("ulysses")[0][2]))(x_H)
 
 
-def _chunks_of(n: int) -> np.ndarray:
-    """Return the chunks of a sequence in the order in which n devices hold them."""
-    return np.stack([np.arange(n), 2 * n - 1 - np.arange(n)], 1).ravel()
-
-
-def _chunks(x: jax.Array, order: np.ndarray) -> jax.Array:
-    """Put the chunks of sequences [B, T, ...] into this order."""
-    each = jnp.split(x, len(order), axis=1)
-    return jnp.concatenate([each[i] for i in order], axis=1)
-
-
 def _whole_forward(q, k, v, segments, scoring):
     mine = Tokens(jnp.arange(q.shape[1]), segments)
-    return tiles.forward(q, k, v, mine, mine, scoring, own=True)
+    return tiled.forward(q, k, v, mine, mine, scoring, own=True)
 
 
-def _whole_backward(q, k, v, segments, dout, lse, delta, scoring):
+def _whole_backward(q, k, v, segments, pull, scoring):
     mine = Tokens(jnp.arange(q.shape[1]), segments)
-    return tiles.backward(q, k, v, dout, lse, delta, mine, mine, scoring, own=True)
+    return tiled.backward(q, k, v, pull, mine, mine, scoring, own=True)
 
 
-_STRATEGIES = {"ring": (_ring_forward, _ring_backward), "gather": (_gather_forward, _gather_backward),
+_STRATEGIES = {"ring": (ring.forward, ring.backward), "gather": (_gather_forward, _gather_backward),
                "ulysses": (_whole_forward, _whole_backward)}

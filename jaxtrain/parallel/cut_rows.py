@@ -26,25 +26,6 @@ def size() -> int:
     return here[0].shape[AXIS]
 
 
-def choose_strategy(asked: str, stages: int, parts: int, heads: int) -> str:
-    """Return the strategy that `mesh.context_strategy` means here, "" for whole sequences.
-
-    jaxtrain/run/validation.py refuses what cannot work.
-
-    Args:
-        parts: of a sequence, each on a device.
-        heads: of queries on a device; fewer ones of keys and values are repeated as far as need be.
-    """
-    if parts == 1:
-        return ""
-    if asked != "auto":
-        return asked
-    if heads % parts == 0:  # only ulysses has the platform's kernels
-        return "ulysses"
-    # Pipeline stages attend at different times, and a permutation waits for the whole mesh; a gather does not.
-    return "gather" if stages > 1 else "ring"
-
-
 def arrange(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Put arrays [B, T, ...] into balanced order, sharded over `context`; batches arrive whole, so nothing is sent."""
     n = size()

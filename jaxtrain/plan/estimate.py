@@ -20,8 +20,7 @@ from jaxtrain.plan.cost.memory_parts import named
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.plan.trace.program import Block
-from jaxtrain.run import shapes_of
-from jaxtrain.run.validation import context_strategy
+from jaxtrain.run import across_context, shapes_of
 from jaxtrain.sharding import axis_rules
 from jaxtrain.sharding.mesh import axis_sizes
 from jaxtrain.train_step.report import in_hosts, total
@@ -163,9 +162,9 @@ def estimate(config: Config, target: Target, devices: int, documents: int = 1) -
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
     if target.platform == "cuda" and layers_at_once(config.model, config.train, "cuda", config.mesh.stage > 1) == 1:
         took.spend(STACKED * _stacked(block) / (target.bandwidth * target.efficiency["memory"]), "memory")
-    strategy = context_strategy(run.config, run.mesh, run.sharded.rules)
+    strategy = across_context.of(run)
     return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, phases, documents, computed,
-                    strategy)
+                    strategy.name if strategy else "")
 
 
 def _stacked(block: Block) -> float:

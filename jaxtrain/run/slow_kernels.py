@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jaxtrain.kernels import slow_paths
-from jaxtrain.run.validation import context_strategy
+from jaxtrain.run.across_context import of
 from jaxtrain.sharding import axis_rules, mesh_context
 from jaxtrain.train_step.precision import dtype_of
 
@@ -17,9 +17,11 @@ def sentences(run: "Run") -> list[str]:
         return []
     config, mesh, rules, settings = run.config, run.mesh, run.sharded.rules, run.sharded.settings
     model, train, dtype = config.model, config.train, dtype_of(settings.precision)
+    across = of(run)
+    parts = axis_rules.shards(rules["seq"], mesh)
     with mesh_context.use(mesh, rules, settings.platform):
         found = [slow_paths.attention(
-            train.attention, dtype, queries, head_dim, strategy=context_strategy(config, mesh, rules),
+            train.attention, dtype, queries, head_dim, strategy=across.name if across else "", parts=parts,
             packed=not config.data.cross_document_attention, soft_cap=model.attention_cap, sinks=model.sinks)
             for queries, keys, head_dim, causal in model.attentions(config.data.seq_len) if causal and not keys]
         found.append(slow_paths.precision(settings.precision))

@@ -14,7 +14,6 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import choose_backend
-from jaxtrain.parallel.cut_rows import choose_strategy
 from jaxtrain.sharding import axis_rules, mesh_context
 from jaxtrain.sharding.axis_rules import AnyMesh, Rules
 from jaxtrain.train_step.precision import dtype_of
@@ -46,13 +45,6 @@ class Layout:
     def heads(self) -> int:
         """The number of attention heads on a device."""
         return self.config.model.num_heads // axis_rules.shards(self.rules["act_heads"], self.mesh)
-
-    @cached_property
-    def strategy(self) -> str:
-        """The way in which attention that looks back crosses the parts of a sequence; "" if rows are whole."""
-        looks_back = any(causal for *_, causal in self.config.model.attentions(self.config.data.seq_len))
-        return choose_strategy(self.config.mesh.context_strategy, self.mesh.shape["stage"],
-                               self.context if looks_back else 1, self.heads)
 
     @cached_property
     def rows(self) -> int:
@@ -190,13 +182,17 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
         raise UserError("mesh.context", f"{config.model.name} attends to later tokens too, and its rows are not cut",
                         f"set mesh.context=1{more * (family.rows_cut is ModelConfig.rows_cut)}")
     dtype, kind = dtype_of(precision), mesh_context.platform_of(mesh, platform).partition(":")[0]
-    strategy = Layout(config, mesh, rules, microbatches).strategy
+    if context > 1:
+        from jaxtrain.run.context_strategy import strategy
+
+        strategy(config, mesh, rules, precision, platform)
     with mesh_context.use(mesh, rules, platform):
         for queries, keys, head_dim, causal in config.model.attentions(config.data.seq_len):
             # What looks both ways has all keys of a row on each device, where a mesh splits it.
-            choose_backend(config.train.attention, kind, dtype, queries, head_dim, strategy if causal else "",
-                           soft_cap=config.model.attention_cap, packed=True, sinks=config.model.sinks,
-                           key_len=keys or (queries if context > 1 and not causal else 0))
+            if not causal or context == 1:
+                choose_backend(config.train.attention, kind, dtype, queries, head_dim,
+                               soft_cap=config.model.attention_cap, packed=True, sinks=config.model.sinks,
+                               key_len=keys or (queries if context > 1 else 0))
     if config.train.recurrent_kernel == "pallas":
         from jaxtrain.kernels import chunk_kernels
 
@@ -211,11 +207,6 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     from jaxtrain.parallel.pipeline.pipeline import make_schedules
 
     return make_schedules(config.pipeline, stages, microbatches)
-
-
-def context_strategy(config: Config, mesh: AnyMesh, rules: Rules) -> str:
-    """Return how attention that looks back crosses the parts of a sequence; "" if it has none, or has whole ones."""
-    return Layout(config, mesh, rules, 1).strategy
 
 
 def explains(error: UserError) -> bool:

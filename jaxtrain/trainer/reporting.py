@@ -19,7 +19,6 @@ from jaxtrain.observe import events
 from jaxtrain.observe.trackers.tracking import Tracking
 from jaxtrain.plan.cost import spending
 from jaxtrain.run import Run, abstract_model, name_of, slow_kernels
-from jaxtrain.run.validation import context_strategy
 from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.report import matmul_parameters
 from jaxtrain.train_step.state import TrainState
@@ -166,8 +165,10 @@ def summary(run: Run, workdir: Path) -> str:
     count = f"{count:,} parameters" + (f", {trained:,} of them trained" if trained < count else "")
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     axes += f"; {run.schedules[0].summary}" if run.schedules else ""
-    strategy = "" if run.own else context_strategy(c, run.mesh, run.sharded.rules)
-    axes += f"; attention over context by {strategy}" if strategy else ""
+    if run.mesh.shape["context"] > 1:
+        from jaxtrain.run.across_context import said
+
+        axes += said(run)
     shapes = ", ".join(f"{rows} x {length}" for rows, length in run.batch_source.shapes_of(0, c.train.steps))
     options = " ".join(f"{name}={value}" for name, value in run.sharded.compiler_options.items())
     device = jax.devices()[0].device_kind

@@ -126,6 +126,9 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     keys |= noise_of(keys, random.Random(f"noise {rng.getstate()}"))
     if keys.get("model.mtp_loss_weight") and random.Random(f"further {rng.getstate()}").random() < 0.3:
         keys |= {"model.mtp_layers": 2}
+    ring = sizes["context"] > 1 == sizes["stage"] and keys["mesh.context_strategy"] == "ring"
+    if ring and keys["train.precision"] != "float16" and random.Random(f"ring {rng.getstate()}").random() < 0.4:
+        keys |= {"train.attention": "splash"}  # added later, too: on blocks of a ring
     once = sizes["stage"] == 1 and keys["optimizer.zero_stage"] < 3 and rng.random() < 0.4
     return keys | ({"compression.method": "exact"} if once else {})
 

@@ -14,6 +14,11 @@ needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the ke
 @pytest.fixture
 def interpreted(monkeypatch):
     """Pallas's interpreter runs the kernels, in float32 too, wherever shapes allow them; races are errors."""
+    interpret(monkeypatch)
+
+
+def interpret(monkeypatch):
+    """Let the kernels be interpreted from here on."""
     from jax.experimental.pallas import mosaic_gpu
 
     for kernels in (grouped_matmul, mosaic_attention):

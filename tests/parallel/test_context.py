@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.kernels import attention as kernels
+from jaxtrain.kernels.attention import tiles
 from jaxtrain.models.attention.self_attention import attend
-from jaxtrain.parallel import context, cut_rows, tiles
+from jaxtrain.parallel import context, cut_rows, strategies
 from jaxtrain.plan import hlo
-from jaxtrain.run.validation import context_strategy
+from jaxtrain.run import across_context
 from jaxtrain.sharding import activations, mesh_context
 from jaxtrain.trainer.reporting import summary
 from tests.numerics import reference
@@ -194,7 +195,7 @@ MORE = [*itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1), (1, 1, 2), (1
 def test_a_model_has_the_loss_and_gradients_of_one_device(family, mesh, n, strategy):
     asked, _, chosen = strategy.partition(": ")
     run = reference.build(family, mesh, mesh__context=n, mesh__context_strategy=asked)
-    assert context_strategy(run.config, run.mesh, run.sharded.rules) == (chosen or asked)
+    assert across_context.of(run).name == (chosen or asked)
     config, batch = reference.tiny(family), reference.batch(0)
     want = jax.jit(jax.value_and_grad(lambda p: reference.loss(config.model, p, batch)))(reference.initial(family))
     params = jax.device_put(reference.initial(family), run.layout.state.params)
@@ -269,7 +270,7 @@ def test_a_tile_is_passed_over_only_where_nobody_sees_anybody(window):
         same = (queries.segments[:, :, None] == keys.segments[:, None, :]).any(0)
         behind = queries.at[:, None] - keys.at
         sees = (same & (behind >= 0) & ((behind < window) if window else True)).any()
-        meets = bool(tiles._meet(queries, keys, window))
+        meets = bool(tiles.meet(queries, keys, window))
         assert meets or not sees
         passed += not meets
     assert passed > 50, "hardly anything is passed over, so this proves little"
@@ -281,7 +282,7 @@ def test_tiles_above_the_diagonal_are_not_even_looked_at(n, window):
     for device in range(n):
         mine = tiles.Tokens(cut_rows.balanced_order(device, n, T // n), None)
         at = np.asarray(mine.at).reshape(-1, 2)
-        pairs = {tuple(pair) for pair in tiles._pairs(mine, mine, 2, window, own=True).tolist()}
+        pairs = {tuple(pair) for pair in tiles.pairs(mine, mine, 2, window, own=True).tolist()}
         behind = at[:, None, :, None] - at[None, :, None, :]
         seen = ((behind >= 0) & (behind < (window or T))).any((2, 3))
         assert {*zip(*np.nonzero(seen), strict=True)} <= pairs
@@ -431,6 +432,16 @@ def test_kept_attention_is_not_computed_again():
     assert hops["none"] == hops["attention"] < hops["full"], hops
 
 
+@pytest.mark.slow
+def test_policies_that_keep_products_repeat_no_exchange():
+    """Queries, keys and values are exchanged once; the exchange back is repeated, since its result serves a product."""
+    exchanges = {remat: reference.build("llama", (1, 1, 1), mesh__context=2, mesh__context_strategy="ulysses",
+                                        train__remat=remat).lower().as_text().count("stablehlo.all_to_all")
+                 for remat in ("none", "attention_and_dots", "attention", "full")}
+    assert exchanges["none"] == exchanges["attention_and_dots"] - 1 == exchanges["attention"] - 4, exchanges
+    assert exchanges["attention"] == exchanges["full"]
+
+
 def whole_sequence(collective):
     """Whether it carries a whole sequence of activations."""
     return any(len(dims) > 2 and reference.SEQ in dims[1:-1] for _, dims in collective.arrays)
@@ -479,18 +490,33 @@ def test_what_cannot_work_is_refused_by_name(do, key, words):
     assert refusal.value.key == key and words in str(refusal.value), str(refusal.value)
 
 
-@pytest.mark.parametrize(("heads", "parts", "stages", "chosen"), [
-    (32, 1, 1, ""), (32, 4, 1, "ulysses"), (32, 4, 2, "ulysses"), (8, 16, 1, "ring"), (6, 4, 1, "ring"),
-    (6, 4, 2, "gather")])
-def test_auto_is_ulysses_where_the_heads_of_a_device_divide(heads, parts, stages, chosen):
-    assert cut_rows.choose_strategy("auto", stages, parts, heads) == chosen
+KERNEL, NONE, REFUSED = "cudnn", "xla", ""
+
+
+@pytest.mark.parametrize(("heads", "parts", "stages", "whole", "in_parts", "chosen", "why"), [
+    (32, 4, 1, KERNEL, KERNEL, "ulysses", "mesh.context=4 divides the 32"),
+    (32, 4, 2, NONE, NONE, "ulysses", "divides"), (32, 4, 1, NONE, REFUSED, "ulysses", "divides"),
+    (8, 16, 1, KERNEL, KERNEL, "ring", "mesh.context=16 does not divide the 8"), (6, 4, 2, NONE, NONE, "gather", "not"),
+    (32, 4, 1, NONE, KERNEL, "ring", "cudnn does not take whole rows"),
+    (32, 4, 1, REFUSED, KERNEL, "ring", "cudnn does not take whole rows"),
+    (32, 4, 2, NONE, KERNEL, "gather", "cudnn does not take whole rows")])
+def test_auto_is_ulysses_where_heads_divide_and_kernels_take_whole_rows(heads, parts, stages, whole, in_parts, chosen,
+                                                                       why):
+    def backend(strategy):
+        found = whole if strategy == "ulysses" else in_parts
+        if found == REFUSED:
+            raise jt.UserError("train.attention", "it cannot", "use another")
+        return found
+
+    name, reason = strategies.choose("auto", stages, parts, heads, backend)
+    assert name == chosen and why in reason
     for asked in STRATEGIES:
-        assert cut_rows.choose_strategy(asked, stages, parts, heads) == (asked if parts > 1 else "")
+        assert strategies.choose(asked, stages, parts, heads, backend) == (asked, "")
 
 
 @pytest.mark.parametrize(("heads", "strategy"), [(8, "ulysses"), (6, "ring")])
 def test_what_auto_chooses_is_said_and_is_what_devices_do(heads, strategy, tmp_path):
     run = refused(dict(context=4), model__num_heads=heads, model__head_dim=4, model__vocab_size=320)
-    assert f"attention over context by {strategy})" in summary(run, tmp_path).splitlines()[0]
+    assert f"attention over context by {strategy}, since mesh.context=4 d" in summary(run, tmp_path).splitlines()[0]
     program = run.lower().as_text()
     assert ("all_to_all" in program, "collective_permute" in program) == (strategy == "ulysses", strategy == "ring")

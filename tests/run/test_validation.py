@@ -42,15 +42,18 @@ def test_the_docs_have_the_table():
 
 
 RING = {"mesh__context": 2, "mesh__context_strategy": "ring"}
-APART, TILES = "its keys are those of the queries' own tokens", "mesh.context_strategy=ring has tiles"
+GATHER = RING | {"mesh__context_strategy": "gather"}
+APART, TILES = "its keys are those of the queries' own tokens", "mesh.context_strategy=gather cannot use it"
 
 
 @pytest.mark.parametrize(("kind", "backend", "keys", "why"), [
-    ("whisper", "mosaic", {}, APART), ("whisper", "splash", {}, ""), ("whisper", "splash", RING, TILES),
+    ("whisper", "mosaic", {}, APART), ("whisper", "splash", {}, ""), ("whisper", "splash", GATHER, TILES),
+    ("whisper", "splash", RING, ""),
     ("siglip", "mosaic", {}, ""), ("siglip", "mosaic", RING, APART), ("image_flow", "mosaic", RING, APART),
-    ("siglip", "splash", RING, ""), ("clip", "splash", RING, TILES), ("vision_language", "splash", RING, TILES)])
+    ("siglip", "splash", RING, ""), ("clip", "splash", GATHER, TILES),
+    ("vision_language", "splash", GATHER, TILES)])
 def test_a_kernel_that_a_family_cannot_take_is_refused_before_anything_is_traced(kind, backend, keys, why, monkeypatch):
-    """Other keys than the queries' own have no mosaic kernel; tiles are those of causal attention alone."""
+    """Other keys than the queries' own have no mosaic kernel; a strategy is for causal attention alone."""
     monkeypatch.setattr(mosaic_attention, "refusal", lambda *_, **__: "")
     config_of = plain_transcription.config if kind == "whisper" else functools.partial(plain_vision.config, kind)
     config = config_of(**keys, train__attention=backend)

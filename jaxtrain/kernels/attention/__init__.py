@@ -109,11 +109,14 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
     also takes it for what cuDNN cannot compute, such as `sinks`. `key_len`: how many keys there are, where they are
     others than the queries' own tokens.
     """
-    tiled = strategy not in ("", "ulysses") and f"mesh.context_strategy={strategy} has tiles; ulysses uses the kernel"
+    alone = None if strategy in ("", "ulysses") else {
+        "ring": ("mosaic", "cudnn", "splash"), "gather": ("cudnn",)}[strategy]
 
     def reason(name):
         sunk = sinks and name == "cudnn" and "it has no attention sinks"
         apart = bool(key_len) and name == "mosaic" and "its keys are those of the queries' own tokens"
+        tiled = alone is not None and name not in alone and (
+            f"mesh.context_strategy={strategy} cannot use it; ulysses can")
         refusal = partial(backend_module(name).refusal, platform, dtype, head_dim=head_dim, soft_cap=soft_cap)
         return refusal(seq_len=seq_len) or refusal(seq_len=key_len or seq_len) or sunk or tiled or apart
 
@@ -121,7 +124,7 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
         shortest = min(seq_len, key_len or seq_len)
         able = [name for name in _KERNELS.get(platform, ())
                 if shortest >= backend_module(name).PADDING and not reason(name)]
-        if not packed and "cudnn" in able and "mosaic" in able:
+        if not packed and "cudnn" in able and "mosaic" in able and strategy != "ring":
             able.remove("mosaic")
         return next(iter(able), "xla")
     if asked != "xla" and (why := reason(asked)):

@@ -1,5 +1,8 @@
 """cuDNN's attention, for NVIDIA GPUs.
 
+With a mask, as of packed rows, it computes all pairs of tokens. Long packed rows are therefore computed in tiles
+(cudnn_tiles.py): those in which no query sees a key are left out, and there is no mask of the whole row.
+
 Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K head width.
 """
 
@@ -10,6 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 
 PADDING = 0  # of sequences: none
+LONG = 16384  # tokens of packed rows from which on they are computed in tiles
 
 
 def refusal(platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, soft_cap: float) -> str:
@@ -35,6 +39,17 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_
               soft_cap: float, sinks_H: None = None, key_segments_BS: jax.Array | None = None) -> jax.Array:
     """Return attention of one device's arrays."""
     assert not soft_cap and sinks_H is None, "refused before"
+    if segments_BT is not None and key_segments_BS is None and q_BTHK.shape[1] >= LONG and window != BOTH_WAYS:
+        from jaxtrain.kernels.attention import cudnn_tiles
+
+        if cudnn_tiles.fits(q_BTHK.shape[1], q_BTHK.shape[1], own=True):
+            return cudnn_tiles.attention(window, q_BTHK, k_BSGK, v_BSGK, segments_BT)
+    return at_once(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, key_segments_BS)
+
+
+def at_once(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, window: int,
+            key_segments_BS: jax.Array | None = None) -> jax.Array:
+    """Return attention by one kernel in each direction; of packed rows with a mask of all pairs."""
     keys_BS, mask, lengths_B = segments_BT if key_segments_BS is None else key_segments_BS, None, None
     if keys_BS is not None and keys_BS.dtype == bool and window == BOTH_WAYS:  # keys without padding, which comes last
         lengths_B = jnp.maximum(keys_BS.sum(1, dtype=jnp.int32), 1)

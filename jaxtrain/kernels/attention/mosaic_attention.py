@@ -13,7 +13,7 @@ Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K head widt
 
 import math
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,13 +58,67 @@ def attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments_
     """Return attention of one device's arrays."""
     assert key_segments_BS is None, "refused before"
     (B, T, _, K), width = q_BTHK.shape, v_BTGK.shape[-1]
-    more, wide = -T % BLOCK, min(wide for wide in WIDTHS if wide >= K)
-    seen = bounds(jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT, window, more)
-    q_BTHK, k_BTGK, v_BTGK = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, wide - x.shape[-1])))
-                              for x in (q_BTHK, k_BTGK, v_BTGK))
+    seen = bounds(jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT, window, -T % BLOCK)
+    q_BTHK, k_BTGK, v_BTGK = (_padded(x, K) for x in (q_BTHK, k_BTGK, v_BTGK))
     with jax.named_scope(f"window_{window}"):  # by this name jaxtrain.plan knows what the kernels compute
         out_BTHK = _attention((window, soft_cap, K**-0.5), q_BTHK, k_BTGK, v_BTGK, *seen, sinks_H)
     return out_BTHK[:, :T, :, :width]
+
+
+def _padded(x_BTHK: jax.Array, width: int) -> jax.Array:
+    """Pad tokens to whole blocks, and heads to a width of the kernels that holds this one."""
+    wide = min(wide for wide in WIDTHS if wide >= width)
+    return jnp.pad(x_BTHK, ((0, 0), (0, -x_BTHK.shape[1] % BLOCK), (0, 0), (0, wide - x_BTHK.shape[-1])))
+
+
+# ----------------------------------------------------------------------------- attention to a part of a sequence's keys
+
+class Ranges(NamedTuple):
+    """The first and the last of the given keys that each query sees, and of the queries that see each key.
+
+    Places among the given ones, [B, T]. The last is before the first where there is none. None of the four decreases.
+    """
+
+    first_key: jax.Array
+    last_key: jax.Array
+    first_query: jax.Array
+    last_query: jax.Array
+
+
+def part(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, ranges: Ranges, window: int,
+         soft_cap: float) -> tuple[jax.Array, jax.Array]:
+    """Return out [B, T, H, K] and its log-sum-exp [B, T, H] in float32, to be merged with those of other keys.
+
+    window: by which jaxtrain.plan knows how many pairs there are: of as many queries of a row and these, if it were
+    their window.
+    """
+    (_, T, _, K), width = q_BTHK.shape, v_BTGK.shape[-1]
+    with jax.named_scope(f"window_{window}"):
+        out_BTHK, lse_BHT = _results((window, soft_cap, K**-0.5), *(_padded(x, K) for x in (q_BTHK, k_BTGK, v_BTGK)),
+                                     _both(ranges.first_key, ranges.last_key))
+    return out_BTHK[:, :T, :, :width], lse_BHT.swapaxes(1, 2)[:, :T] * LN2
+
+
+def part_gradients(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTHK: jax.Array, lse_BTH: jax.Array,
+                   delta_BTH: jax.Array, ranges: Ranges, window: int,
+                   soft_cap: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the contributions of `part` to the gradients.
+
+    lse_BTH: the log-sum-exp over all keys; delta_BTH: for each row, the sum of the products of `pull` with the result.
+    """
+    (_, T, _, K), S, width = q_BTHK.shape, k_BTGK.shape[1], v_BTGK.shape[-1]
+    rows = (jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0))).swapaxes(1, 2) for x in (lse_BTH / LN2, delta_BTH))
+    arrays = *(_padded(x, K) for x in (q_BTHK, k_BTGK, v_BTGK, pull_BTHK)), *rows
+    options = window, soft_cap, K**-0.5
+    with jax.named_scope(f"window_{window}"):
+        dq = _by_queries(options, *arrays, _both(ranges.first_key, ranges.last_key))
+        dk, dv = _by_keys_and_values(options, *arrays, _both(ranges.last_query, ranges.first_query))
+    return dq[:, :T, :, :K], dk[:, :S, :, :K], dv[:, :S, :, :width]
+
+
+def _both(*numbers_BT: jax.Array) -> jax.Array:
+    """Return two numbers of each token as the kernels take them; tokens behind the row have those of the last one."""
+    return jnp.stack([jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK)), mode="edge") for x in numbers_BT], 1)
 
 
 def bounds(segments_BT: jax.Array, window: int, more: int = 0) -> tuple[jax.Array, jax.Array]:

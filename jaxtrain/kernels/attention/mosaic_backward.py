@@ -59,7 +59,7 @@ def by_queries(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTH
         block = blocks - 1 - lax.axis_index("block")  # late ones are the longest
         lowest = lax.div(seen[b, 0, block * rows], jnp.int32(keys))
         end = (block + 1) * rows - 1
-        steps = lax.div(seen[b, 1, end] if both_ways else end, jnp.int32(keys)) + 1 - lowest
+        steps = lax.div((seen[b, 1, end] if both_ways else end) + keys, jnp.int32(keys)) - lowest  # none: at most 0
 
         def compute(total):
             begin = block * rows + me * HEIGHT
@@ -144,7 +144,8 @@ def by_keys_and_values(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, 
         b, g, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
         start = lax.axis_index("block") * rows  # early blocks are the longest
         lowest = lax.div(seen[b, 1, start] if both_ways else start, jnp.int32(DKV_QUERIES))
-        steps = lax.div(seen[b, 0, start + rows - 1], jnp.int32(DKV_QUERIES)) + 1 - lowest  # of each head
+        # Of each head; none: at most 0.
+        steps = lax.div(seen[b, 0, start + rows - 1] + DKV_QUERIES, jnp.int32(DKV_QUERIES)) - lowest
 
         def place(i):  # the head and the first query of a step
             return g * (H // G) + lax.div(i, steps), (lowest + lax.rem(i, steps)) * DKV_QUERIES

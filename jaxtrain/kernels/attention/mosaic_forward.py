@@ -32,6 +32,7 @@ from jaxtrain.kernels.attention.mosaic_tiles import (
 )
 
 KEYS, STAGES = 128, 2  # of a tile, and tiles in shared memory
+LEAST = 1e-30  # in place of a sum of no weights
 LOWEST = -1e30  # the greatest score of a query that has seen no key yet: finite, so that differences are numbers
 
 
@@ -39,7 +40,8 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
             scale: float, name: str, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
     """Return attention over the keys that each query sees, and the log-sum-exp [B, H, T] to base 2.
 
-    seen_BNT: the first of these keys and, if N is 2, the last; if N is 1, that is the query itself.
+    seen_BNT: the first of these keys and, if N is 2, the last; if N is 1, that is the query itself. A query whose last
+    key is before its first sees none. Neither decreases in a row; keys may then be others than the queries' own tokens.
     """
     (B, T, H, K), G, dtype, both_ways = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype, seen_BNT.shape[1] == 2
     rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
@@ -51,7 +53,7 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
         block = blocks - 1 - lax.axis_index("block")  # late ones are the longest
         lowest = lax.div(seen[b, 0, block * rows], jnp.int32(KEYS))
         end = (block + 1) * rows - 1
-        steps = lax.div(seen[b, 1, end] if both_ways else end, jnp.int32(KEYS)) + 1 - lowest
+        steps = lax.div((seen[b, 1, end] if both_ways else end) + KEYS, jnp.int32(KEYS)) - lowest  # none: at most 0
 
         @pl.when(me < COMPUTING)
         def _():
@@ -103,6 +105,8 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
             out_QK, top_Q, sum_Q = lax.fori_loop(0, steps, step, (
                 filled(0.0, (HEIGHT, K)), filled(LOWEST, (HEIGHT,), ROWS), filled(0.0, (HEIGHT,), ROWS)))
             pl.when(me == 0)(next_turn)
+            if both_ways:  # who sees no key gets zeros, and a log-sum-exp that has no weight where results are merged
+                sum_Q = jnp.maximum(sum_Q, LEAST)
             q_tile[...] = (out_QK * across(1.0 / sum_Q, (HEIGHT, K))).astype(dtype)
             lse_tile[...] = top_Q + jnp.log2(sum_Q)
             gpu.commit_smem()

@@ -9,13 +9,17 @@ Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K h
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 from jaxtrain.sharding import mesh_context
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
 
 LANES = 128  # of a TPU's registers: sequences are padded to a multiple
 PADDING = LANES  # of sequences, to a multiple; `auto` leaves shorter ones to another backend
@@ -38,24 +42,87 @@ def refusal(platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, soft_c
 def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, window: int,
               soft_cap: float, sinks_H: jax.Array | None = None, key_segments_BS: jax.Array | None = None) -> jax.Array:
     """Return attention of one device's arrays."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
-
-    (B, T, H, K), S = q_BTHK.shape, k_BSGK.shape[1]
-    q_BHTK, k_BGSK, v_BGSK = (jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % LANES), (0, 0)))
-                              for x in (q_BTHK * K**-0.5, k_BSGK, v_BSGK))
-    kernel = _kernel(q_BHTK.shape[2], k_BGSK.shape[2], H, window, soft_cap, mesh_context.platform() == "cpu")
+    T, S = q_BTHK.shape[1], k_BSGK.shape[1]
+    keys_BS = segments_BT if key_segments_BS is None else key_segments_BS
+    kernel = _kernel(*(-(-tokens // LANES) * LANES for tokens in (T, S)), q_BTHK.shape[2], window, soft_cap,
+                     mesh_context.platform() == "cpu")
     if sinks_H is not None:  # in the dtype of their gradient, which the kernel's backward pass returns in that of q
         kernel = functools.partial(kernel, sinks=sinks_H.astype(q_BTHK.dtype))
     with jax.named_scope(f"window_{window}"):  # by this name jaxtrain.plan knows what the kernels compute
-        keys_BS = segments_BT if key_segments_BS is None else key_segments_BS
-        if keys_BS is None and (window != BOTH_WAYS or S % LANES == 0):  # what is behind all others is not seen
-            out_BHTK = jax.vmap(kernel)(q_BHTK, k_BGSK, v_BGSK)
-        else:
-            ids = (jnp.ones(shape, jnp.int32) if x is None else x.astype(jnp.int32)
-                   for x, shape in ((segments_BT, (B, T)), (keys_BS, (B, S))))
-            out_BHTK = jax.vmap(kernel)(q_BHTK, k_BGSK, v_BGSK, SegmentIds(*(
-                jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)), constant_values=NOBODY) for x in ids)))
+        out_BHTK = jax.vmap(kernel)(*_by_head(q_BTHK * q_BTHK.shape[3]**-0.5, k_BSGK, v_BSGK),
+                                    *_ids(q_BTHK, k_BSGK, segments_BT, keys_BS, window))
     return jnp.swapaxes(out_BHTK[:, :, :T], 1, 2)
+
+
+def _by_head(*arrays: jax.Array) -> list[jax.Array]:
+    """Return arrays [B, T, H, ...] as the kernels take them: [B, H, T, ...], with T a multiple of the lanes."""
+    return [jnp.swapaxes(jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES), *((0, 0),) * (x.ndim - 2))), 1, 2)
+            for x in arrays]
+
+
+def _ids(q_BTHK: jax.Array, k_BSGK: jax.Array, segments_BT: jax.Array | None, keys_BS: jax.Array | None,
+         window: int) -> "list[SegmentIds]":
+    """Return the segments of tokens as the kernels take them; none, where all are in one."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
+    (B, T), S = q_BTHK.shape[:2], k_BSGK.shape[1]
+    if keys_BS is None and (window != BOTH_WAYS or S % LANES == 0):  # what is behind all others is not seen
+        return []
+    ids = (jnp.ones(shape, jnp.int32) if x is None else x.astype(jnp.int32)
+           for x, shape in ((segments_BT, (B, T)), (keys_BS, (B, S))))
+    return [SegmentIds(*(jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)), constant_values=NOBODY) for x in ids))]
+
+
+# ---------------------------------------------------------------------------- attention to a part of a sequence's keys
+
+def part(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None,
+         keys_BS: jax.Array | None, own: bool, soft_cap: float) -> tuple[jax.Array, jax.Array]:
+    """Return out [B, T, H, K] and its log-sum-exp [B, T, H], to be merged with those of other keys.
+
+    own: keys are those of the queries' own tokens, whose order is that of their positions; else each query sees all of
+    them that are of its segment.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as wheel
+
+    kernel, window = _of_part(q_BTHK, k_BSGK, own, soft_cap)
+
+    def one(q, k, v, ids=None):
+        out, (lse,) = wheel._splash_attention_forward(
+            kernel.fwd_mask_info, q, k, v, ids, None, **{**kernel.kwargs, **ALONE, "save_residuals": True})
+        return out, lse
+
+    with jax.named_scope(f"window_{window}"):
+        out_BHTK, lse_BHT = jax.jit(jax.vmap(one))(*_by_head(q_BTHK * q_BTHK.shape[3]**-0.5, k_BSGK, v_BSGK),
+                                                   *_ids(q_BTHK, k_BSGK, segments_BT, keys_BS, window))
+    return tuple(jnp.swapaxes(x, 1, 2)[:, :q_BTHK.shape[1]] for x in (out_BHTK, lse_BHT))
+
+
+def part_gradients(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull_BTHK: jax.Array, out_BTHK: jax.Array,
+                   lse_BTH: jax.Array, segments_BT: jax.Array | None, keys_BS: jax.Array | None, own: bool,
+                   soft_cap: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the contributions of these keys to the gradients; out_BTHK, lse_BTH: those over all keys."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as wheel
+
+    (_, T, _, K), S, (kernel, window) = q_BTHK.shape, k_BSGK.shape[1], _of_part(q_BTHK, k_BSGK, own, soft_cap)
+
+    def one(q, k, v, pull, out, lse, ids=None):
+        saved = q, k, v, ids, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info
+        return wheel._splash_attention_bwd(**{**kernel.kwargs, **ALONE, "save_residuals": False}, res=saved,
+                                           do=pull)[3:6]
+
+    with jax.named_scope(f"window_{window}"):
+        found = jax.jit(jax.vmap(one))(*_by_head(q_BTHK * K**-0.5, k_BSGK, v_BSGK, pull_BTHK, out_BTHK, lse_BTH),
+                                       *_ids(q_BTHK, k_BSGK, segments_BT, keys_BS, window))
+    dq, dk, dv = (jnp.swapaxes(x, 1, 2) for x in found)
+    return dq[:, :T] * K**-0.5, dk[:, :S], dv[:, :S]
+
+
+ALONE = {"residual_checkpoint_name": None}  # what policies keep are results over all keys
+
+
+def _of_part(q_BTHK: jax.Array, k_BSGK: jax.Array, own: bool, soft_cap: float) -> "tuple[SplashAttentionKernel, int]":
+    window, (T, S) = 0 if own else BOTH_WAYS, (-(-x.shape[1] // LANES) * LANES for x in (q_BTHK, k_BSGK))
+    return _kernel(T, S, q_BTHK.shape[2], window, soft_cap, mesh_context.platform() == "cpu"), window
 
 
 def block_of(seq_len: int, window: int) -> int:

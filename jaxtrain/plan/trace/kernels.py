@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxtrain.kernels import grouped_matmul
-from jaxtrain.kernels.attention import cudnn_attention, mosaic_attention, splash_attention
+from jaxtrain.kernels.attention import cudnn_attention, cudnn_kernel, mosaic_attention, splash_attention
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 
 FORWARD, BACKWARD = "attention_forward", "attention_backward"
@@ -27,8 +26,8 @@ def stand_ins() -> Iterator[None]:
     """Replace cuDNN attention by one operation per direction, which keeps operands, result and a row of sums; and each
     kernel of mosaic attention and of a grouped matmul by one operation.
     """
-    functions = {grouped_matmul: (_product, _products_of_groups), cudnn_attention: (attention,),
-                 mosaic_attention: (_results, _by_queries, _by_keys_and_values)}
+    functions = {grouped_matmul: (_product, _products_of_groups), cudnn_attention: (at_once,),
+                 cudnn_kernel: (part, part_gradients), mosaic_attention: (_results, _by_queries, _by_keys_and_values)}
     before = [(module, one.__name__, getattr(module, one.__name__)) for module, own in functions.items() for one in own]
     for module, own in functions.items():
         for one in own:
@@ -140,16 +139,34 @@ def _pairs(T: int, S: int, side: int, window: int) -> int:
     return side**2 * sum(min(row, back) + 1 for row in range(T // side))
 
 
-def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: Any, window: int,
-               soft_cap: float, sinks_H: None, key_segments_BS: Any = None) -> jax.Array:
+def at_once(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None,
+            window: int, key_segments_BS: jax.Array | None = None) -> jax.Array:
     """Return cuDNN's attention as one operation in each direction."""
-    assert not soft_cap and sinks_H is None, "refused before"
     keys_BS = segments_BT if key_segments_BS is None else key_segments_BS
     if keys_BS is None or (keys_BS.dtype == bool and window == BOTH_WAYS):  # none, or lengths
         return _kernel(window, q_BTHK, k_BSGK, v_BSGK)
-    same = segments_BT[:, None, :, None] == keys_BS[:, None, None, :]
-    mask = jnp.where(same, jnp.zeros((), q_BTHK.dtype), -1e30)  # like JAX's mask for cuDNN
-    return _kernel(window, q_BTHK, k_BSGK, v_BSGK, mask)
+    return _kernel(window, q_BTHK, k_BSGK, v_BSGK, *_mask(
+        segments_BT[:, None, :, None] == keys_BS[:, None, None, :], q_BTHK.dtype))
+
+
+def part(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
+         seen_BTS: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return cuDNN's attention to a part of the keys."""
+    mask = () if seen_BTS is None else _mask(seen_BTS[:, None], q_BTHK.dtype)
+    out, sums = _results_and_sums(BOTH_WAYS, q_BTHK, k_BSGK, v_BSGK, *mask)
+    return out, sums.swapaxes(1, 2)
+
+
+def part_gradients(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull_BTHK: jax.Array, out_BTHK: jax.Array,
+                   lse_BTH: jax.Array, seen_BTS: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Return its contributions to the gradients."""
+    mask = () if seen_BTS is None else _mask(seen_BTS[:, None], q_BTHK.dtype)
+    saved = q_BTHK, k_BSGK, v_BSGK, *mask, out_BTHK, lse_BTH.swapaxes(1, 2)
+    return _backward(BOTH_WAYS, saved, pull_BTHK)[:3]
+
+
+def _mask(same: jax.Array, dtype: DTypeLike) -> tuple[jax.Array]:
+    return (jnp.where(same, jnp.zeros((), dtype), -1e30),)  # like JAX's mask for cuDNN
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -157,11 +174,15 @@ def _kernel(window, q, k, v, *mask):
     return _forward(window, q, k, v, *mask)[0]
 
 
-def _forward(window, q, k, v, *mask):
+def _results_and_sums(window, q, k, v, *mask):
     B, T, H, _ = q.shape
     out = jax.ShapeDtypeStruct((B, T, H, v.shape[-1]), q.dtype)
     rows = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
-    result, sums = jax.ffi.ffi_call(FORWARD, (out, rows))(q, k, v, *mask, window=np.int32(window))
+    return jax.ffi.ffi_call(FORWARD, (out, rows))(q, k, v, *mask, window=np.int32(window))
+
+
+def _forward(window, q, k, v, *mask):
+    result, sums = _results_and_sums(window, q, k, v, *mask)
     # Policies keep all that the kernel returns, as `cudnn_attention.kept_results` does.
     result, sums = checkpoint_name(result, "attention"), checkpoint_name(sums, "attention")
     return result, (q, k, v, *mask, result, sums)

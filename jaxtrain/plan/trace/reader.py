@@ -21,7 +21,8 @@ from jaxtrain.plan.trace.layouts import LINEAR, VIEWS, Placing, explicit, flat, 
 from jaxtrain.plan.trace.program import Block, Collective, Value
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-         "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+         "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
+         "eval_jaxpr": "call_jaxpr"}
 SUMS = {"psum", "psum2", "psum_invariant"}
 OWN = {"all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce_scatter": "reduce-scatter",
        "psum_scatter": "reduce-scatter", "ppermute": "collective-permute", "all_to_all": "all-to-all",

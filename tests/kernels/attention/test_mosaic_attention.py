@@ -170,7 +170,7 @@ def chosen(asked, platform, dtype=BF16, seq_len=4096, head_dim=128, strategy="",
     ("tpu", {}, r"compute capability 9 \(H100, H200\) only", "splash"),
     (H100, dict(dtype=F32), "bfloat16 or float16, not float32", "xla"),
     (H100, dict(head_dim=192), "head_dim=192 is not 64 to 128", "cudnn"),
-    (H100, dict(strategy="ring"), "ulysses uses the kernel", "xla")], ids=str)
+    (H100, dict(strategy="gather"), "ulysses can", "cudnn")], ids=str)
 def test_it_refuses_by_name_what_it_cannot_do(platform, keys, word, instead):
     with pytest.raises(UserError, match=rf"train.attention: the mosaic backend cannot do this: .*{word}"):
         chosen("mosaic", platform, **keys)
@@ -184,7 +184,7 @@ def test_auto_takes_it_for_packed_rows_on_hopper():
     assert chosen("auto", H100) == chosen("auto", H100, seq_len=1024) == "mosaic"
     assert chosen("auto", H100, seq_len=64) == "cudnn", "a row is shorter than a tile"
     assert chosen("auto", H100, soft_cap=30.0) == "mosaic"  # which cuDNN does not compute
-    assert chosen("mosaic", H100, packed=False) == "mosaic"
+    assert chosen("mosaic", H100, packed=False) == chosen("auto", H100, packed=False, strategy="ring") == "mosaic"
 
 
 @needs_mosaic

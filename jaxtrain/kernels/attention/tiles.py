@@ -1,4 +1,4 @@
-"""Tiled attention: partial results that can be merged, and their gradient, with one tile's scores at a time.
+"""Tiled attention in plain operations, with one tile's scores at a time: partial results that can be merged.
 
 A partial result is a normalized output and the logarithm of its normalizer (`lse`); two of them over different keys
 merge into one. The gradient recomputes scores from `lse`. A tile in which no query may attend to any key costs nothing.
@@ -35,10 +35,20 @@ class Tokens(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The window and the soft cap of scores."""
+    """The window and the soft cap of scores, and what computes them."""
 
     window: int = 0  # how many tokens a query looks back on; 0: all
     soft_cap: float = 0.0  # 0: none
+    kernel: str = "xla"  # of the backends of attention
+
+
+class Pull(NamedTuple):
+    """The results of queries over all of their keys, as the backward pass needs them."""
+
+    pull: jax.Array  # the gradient by the output, [B, T, H, K]
+    out: jax.Array
+    lse: jax.Array  # [B, T, H]
+    delta: jax.Array | None  # for each row, the sum of the products of the output and its gradient
 
 
 def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, scoring: Scoring,
@@ -49,12 +59,12 @@ def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, scoring: Scor
     """
     G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
     queries, keys, unseen = _in_this_layer(q_BTHK, queries, keys)
-    of_queries = _cut(q_BTHK, (G, R), side), _cut_tokens(queries, side)
-    of_keys = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
+    of_queries = _cut(q_BTHK, (G, R), side), cut_tokens(queries, side)
+    of_keys = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), cut_tokens(keys, side)
 
     def add(results, pair):
-        (q, queries), (k, v, keys) = _at(of_queries, pair[0]), _at(of_keys, pair[1])
-        result = _at(results, pair[0])
+        (q, queries), (k, v, keys) = at(of_queries, pair[0]), at(of_keys, pair[1])
+        result = at(results, pair[0])
 
         def more():
             scores = _scores(q, k, queries, keys, scoring, unseen)
@@ -64,12 +74,12 @@ def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, scoring: Scor
             out = _dot("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v) / total[..., None]
             return merge(result, (out, top + jnp.log(total)))
 
-        result = lax.cond(_meet(queries, keys, scoring.window), more, lambda: result)
-        return _with(results, pair[0], result), None
+        result = lax.cond(meet(queries, keys, scoring.window), more, lambda: result)
+        return put(results, pair[0], result), None
 
     shape = of_queries[0].shape
     nothing = jnp.zeros((*shape[:-1], v_BSGK.shape[-1]), F32), jnp.full(shape[:-1], NOTHING)
-    (out, lse), _ = lax.scan(add, nothing, _pairs(queries, keys, side, scoring.window, own))
+    (out, lse), _ = lax.scan(add, nothing, pairs(queries, keys, side, scoring.window, own))
     return _join(out, 2), _join(lse, 2)
 
 
@@ -80,18 +90,18 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
     return weight_a * a[0] + weight_b * b[0], lse
 
 
-def backward(q_BTHK, k_BSGK, v_BSGK, dout_BTHK, lse_BTH, delta_BTH, queries: Tokens, keys: Tokens,
+def backward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull: Pull, queries: Tokens, keys: Tokens,
              scoring: Scoring, own: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the contributions to dq, dk and dv in float32; `delta` is the sum over K of out x dout."""
+    """Return the contributions to dq, dk and dv in float32."""
     G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
     queries, keys, unseen = _in_this_layer(q_BTHK, queries, keys)
-    of_keys = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
-    of_queries = *(_cut(x, (G, R), side) for x in (q_BTHK, dout_BTHK, lse_BTH, delta_BTH)), _cut_tokens(queries, side)
+    of_keys = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), cut_tokens(keys, side)
+    of_queries = *(_cut(x, (G, R), side) for x in (q_BTHK, pull.pull, pull.lse, pull.delta)), cut_tokens(queries, side)
 
     def add(gradients, pair):
-        (q, dout, lse, delta, queries), (k, v, keys) = _at(of_queries, pair[0]), _at(of_keys, pair[1])
+        (q, dout, lse, delta, queries), (k, v, keys) = at(of_queries, pair[0]), at(of_keys, pair[1])
         dqs, dkvs = gradients
-        dq, (dk, dv) = _at(dqs, pair[0]), _at(dkvs, pair[1])
+        dq, (dk, dv) = at(dqs, pair[0]), at(dkvs, pair[1])
 
         def more():
             scores = _scores(q, k, queries, keys, scoring, unseen)
@@ -105,17 +115,17 @@ def backward(q_BTHK, k_BSGK, v_BSGK, dout_BTHK, lse_BTH, delta_BTH, queries: Tok
                     (dk + _dot("bgrts,bgrtk->bgsk", dscores, q),
                      dv + _dot("bgrts,bgrtk->bgsk", weights.astype(dout.dtype), dout)))
 
-        dq, dkv = lax.cond(_meet(queries, keys, scoring.window), more, lambda: (dq, (dk, dv)))
-        return (_with(dqs, pair[0], dq), _with(dkvs, pair[1], dkv)), None
+        dq, dkv = lax.cond(meet(queries, keys, scoring.window), more, lambda: (dq, (dk, dv)))
+        return (put(dqs, pair[0], dq), put(dkvs, pair[1], dkv)), None
 
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, F32), (of_queries[0], of_keys[:2]))
-    (dq, (dk, dv)), _ = lax.scan(add, nothing, _pairs(queries, keys, side, scoring.window, own))
+    (dq, (dk, dv)), _ = lax.scan(add, nothing, pairs(queries, keys, side, scoring.window, own))
     return _join(dq, 2), _join(dk, 1), _join(dv, 1)
 
 
-def _pairs(queries: Tokens, keys: Tokens, side: int, window: int, own: bool) -> np.ndarray:
+def pairs(queries: Tokens, keys: Tokens, side: int, window: int, own: bool) -> np.ndarray:
     """Return the tiles of queries and of keys that may meet, as far as it is known before any number is, [pairs, 2]."""
-    rows, columns = (_tiles(len(tokens.at), side) for tokens in (queries, keys))
+    rows, columns = (count(len(tokens.at), side) for tokens in (queries, keys))
     row, column = np.indices((rows, columns)).reshape(2, -1)
     if own:  # positions are at least as far apart as their places in this order
         apart = (row - column) * (len(queries.at) // rows)  # of the first query and the first key
@@ -124,11 +134,13 @@ def _pairs(queries: Tokens, keys: Tokens, side: int, window: int, own: bool) -> 
     return np.stack([row, column], 1).astype(np.int32)
 
 
-def _at(tree: PyTree, number: jax.Array) -> PyTree:
+def at(tree: PyTree, number: jax.Array) -> PyTree:
+    """Return the tile of this number."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
 
 
-def _with(tree: PyTree, number: jax.Array, new: PyTree) -> PyTree:
+def put(tree: PyTree, number: jax.Array, new: PyTree) -> PyTree:
+    """Return the tiles with a new one in place of that of this number."""
     return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, number, 0), tree, new)
 
 
@@ -147,18 +159,34 @@ def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _scores(q_BGRTK, k_BGSK, queries: Tokens, keys: Tokens, scoring: Scoring, unseen: jax.Array) -> jax.Array:
-    behind_TS = queries.at[:, None] - keys.at[None, :]
-    seen = behind_TS >= 0
-    if scoring.window:
-        seen &= behind_TS < scoring.window
-    if queries.segments is not None and keys.segments is not None:
-        same_BTS = queries.segments[:, :, None] == keys.segments[:, None, :]
-        seen = (seen & same_BTS)[:, None, None]
+    seen_BTS = seen(queries, keys, scoring.window)[:, None, None]
     scores = _dot("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK) * q_BGRTK.shape[-1] ** -0.5
-    return jnp.where(seen, soft_capped(scores, scoring.soft_cap), unseen)
+    return jnp.where(seen_BTS, soft_capped(scores, scoring.soft_cap), unseen)
 
 
-def _meet(queries: Tokens, keys: Tokens, window: int) -> jax.Array:
+def seen(queries: Tokens, keys: Tokens, window: int) -> jax.Array:
+    """Return which keys each query may attend to, [B or 1, T, S]."""
+    behind_TS = queries.at[:, None] - keys.at[None, :]
+    seen_TS = behind_TS >= 0
+    if window:
+        seen_TS &= behind_TS < window
+    if queries.segments is None or keys.segments is None:
+        return seen_TS[None]
+    return seen_TS & (queries.segments[:, :, None] == keys.segments[:, None, :])
+
+
+def all_seen(queries: Tokens, keys: Tokens, window: int) -> jax.Array:
+    """Return whether every query may attend to every key."""
+    every = queries.at.min() >= keys.at.max()
+    if window:
+        every &= queries.at.max() - keys.at.min() < window
+    if queries.segments is not None and keys.segments is not None:
+        own = queries.segments[:, :1]
+        every &= (queries.segments == own).all() & (keys.segments == own).all()
+    return every
+
+
+def meet(queries: Tokens, keys: Tokens, window: int) -> jax.Array:
     """Return whether any query may attend to any key, by the ends of both ranges; may err only towards yes."""
     meet = queries.at.max() >= keys.at.min()
     if window:
@@ -174,7 +202,7 @@ def _side(q_BTHK: jax.Array) -> int:
     return max(1, math.isqrt(SCORES // (q_BTHK.shape[0] * q_BTHK.shape[2])))
 
 
-def _tiles(tokens: int, side: int) -> int:
+def count(tokens: int, side: int) -> int:
     """Return the fewest equal tiles of at most `side` tokens, or fewer, larger ones if the length has few divisors."""
     wanted = -(-tokens // side)
     above = next(n for n in range(wanted, tokens + 1) if tokens % n == 0)
@@ -183,13 +211,14 @@ def _tiles(tokens: int, side: int) -> int:
 
 def _cut(x: jax.Array, heads: tuple[int, ...], side: int) -> jax.Array:
     """Cut [B, T, H, ...] into [tiles, B, *heads, T / tiles, ...]: heads before sequence, as matmuls need them."""
-    (B, T), tiles = x.shape[:2], _tiles(x.shape[1], side)
+    (B, T), tiles = x.shape[:2], count(x.shape[1], side)
     x = x.reshape(B, tiles, T // tiles, *heads, *x.shape[3:])
     return jnp.moveaxis(x, (1, 2), (0, 2 + len(heads)))
 
 
-def _cut_tokens(tokens: Tokens, side: int) -> Tokens:
-    tiles, segments = _tiles(len(tokens.at), side), tokens.segments
+def cut_tokens(tokens: Tokens, side: int) -> Tokens:
+    """Return tokens in tiles, [tiles, T / tiles] and [tiles, B, T / tiles]."""
+    tiles, segments = count(len(tokens.at), side), tokens.segments
     if segments is not None:
         segments = jnp.moveaxis(segments.reshape(len(segments), tiles, -1), 1, 0)
     return Tokens(tokens.at.reshape(tiles, -1), segments)
