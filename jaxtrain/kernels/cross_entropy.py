@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
+from jaxtrain.kernels import triton_logits
 from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.sharding import activations, axis_rules, mesh_context
@@ -179,19 +180,29 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
         return temperature**2 * divergence_N, pull_N[:, None] * (jnp.exp(q_NV) - jnp.exp(p_NV))
 
     def chunk(carry, inputs) -> tuple[tuple, PyTree]:
-        sums_2, dhead_DV = carry
         x_ND, target_N, weight_N, *teacher_NC = inputs
-        logits_NV = soft_capped(jnp.dot(x_ND, head_DV, preferred_element_type=F32), cap)
+        raw_NV = jnp.dot(x_ND, head_DV, preferred_element_type=F32)
+        if gradients and not vocab_axes and not teacher_NC and triton_logits.serves(x_ND.dtype):
+            lse_N, correct_N, dlogits_NV = triton_logits.loss_and_gradient(
+                raw_NV, target_N, weight_N, z_loss=z_loss, cap=cap, dtype=x_ND.dtype)
+            entropy_N = lse_N - correct_N
+            loss_N = entropy_N + z_loss * jnp.square(lse_N)
+            return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV)
+        logits_NV = soft_capped(raw_NV, cap)
         loss_N, entropy_N, dlogits_NV = against_tokens(logits_NV, target_N, weight_N)
         for y_NC in teacher_NC:
             teacher_NV = soft_capped(jnp.dot(y_NC, teacher_head[0], preferred_element_type=F32), teacher_cap)
             other_N, dother_NV = against_teacher(logits_NV, teacher_NV, weight_N)
             loss_N, dlogits_NV = (1 - soft) * loss_N + soft * other_N, (1 - soft) * dlogits_NV + soft * dother_NV
+        dlogits_NV = dlogits_NV * (1 - jnp.square(logits_NV / cap)) if cap else dlogits_NV
+        return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV.astype(x_ND.dtype))
+
+    def products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV) -> tuple[tuple, PyTree]:
+        """Add a chunk's sums, and what its gradient by logits makes of activations and weight."""
+        sums_2, dhead_DV = carry
         sums_2 += jnp.stack([(weight_N * loss_N).sum(), (weight_N * entropy_N).sum()])
         if not gradients:
             return (sums_2, dhead_DV), loss_N
-        dlogits_NV = dlogits_NV * (1 - jnp.square(logits_NV / cap)) if cap else dlogits_NV
-        dlogits_NV = dlogits_NV.astype(x_ND.dtype)
         dx_ND = over_vocab(jnp.dot(dlogits_NV, head_DV.T, preferred_element_type=F32)).astype(x_ND.dtype)
         dhead_DV = dhead_DV + jnp.dot(x_ND.T, dlogits_NV, preferred_element_type=F32)
         return (sums_2, dhead_DV), (dx_ND, loss_N)
