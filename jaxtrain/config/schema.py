@@ -213,7 +213,7 @@ class TrainConfig:
     layers_at_end_in_bf16: int = at_most(0, 10_000, least=0)  # likewise at the end
     objective: str = ""  # the objective; "": that of the family, of preference.loss or of rl.prompts
     # attention kernel; auto: chosen by device, dtype and shapes (docs/training.md)
-    attention: str = choice("auto", "auto", "xla", "cudnn", "mosaic", "splash")
+    attention: str = choice("auto", "auto", "xla", "cudnn", "mosaic", "triton", "splash")
     # before compiling, refuse a run that will not fit in device memory according to the planner
     check_memory: bool = True
     # how tokens reach their experts with expert parallelism: "gather" (all-gather) or "ragged" (all-to-all)
