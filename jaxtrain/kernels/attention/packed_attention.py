@@ -33,13 +33,18 @@ LN2 = math.log(2)  # the kernels' exponentials have the base 2, and so has their
 def attention(kernels: str, widths: tuple[int, ...], q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array,
               segments_BT: jax.Array | None, window: int, soft_cap: float,
               sinks_H: jax.Array | None = None) -> jax.Array:
-    """Return attention of one device's arrays by the kernels of a backend; heads are padded to one of these widths."""
+    """Return attention of one device's arrays by the kernels of a backend; heads are padded to one of these widths.
+
+    Values have the width of keys in Mosaic's kernels, and one of their own in Triton's.
+    """
     (B, T, _, K), width = q_BTHK.shape, v_BTGK.shape[-1]
     more = -T % BLOCK
     seen = bounds(jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT, window, more)
+    wide, wide_values = (min(one for one in widths if one >= need)
+                         for need in (K, width if kernels == "triton" else K))
     q_BTHK, k_BTGK, v_BTGK = (
-        jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, min(wide for wide in widths if wide >= K) - x.shape[-1])))
-        for x in (q_BTHK, k_BTGK, v_BTGK))
+        jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, to - x.shape[-1])))
+        for x, to in ((q_BTHK, wide), (k_BTGK, wide), (v_BTGK, wide_values)))
     with jax.named_scope(f"window_{window}"):  # by this name jaxtrain.plan knows what the kernels compute
         out_BTHK = _attention((kernels, window, soft_cap, K**-0.5), q_BTHK, k_BTGK, v_BTGK, *seen, sinks_H)
     return out_BTHK[:, :T, :, :width]

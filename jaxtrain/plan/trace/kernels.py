@@ -83,7 +83,8 @@ def _products_of_groups(how: grouped_matmul.How, rows: jax.Array, others: jax.Ar
 
 def _results(options, q_BTHK, k_BTGK, v_BTGK, seen_BNT):
     B, T, H, _ = q_BTHK.shape
-    out = jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+    out = (jax.ShapeDtypeStruct((B, T, H, v_BTGK.shape[3]), q_BTHK.dtype),
+           jax.ShapeDtypeStruct((B, H, T), jnp.float32))
     return jax.ffi.ffi_call(OWN[options[0], "fwd"], out)(q_BTHK, k_BTGK, v_BTGK, seen_BNT, window=np.int32(options[1]))
 
 

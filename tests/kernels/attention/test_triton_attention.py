@@ -81,6 +81,7 @@ def test_sinks_and_both_ways_are_those_of_plain_operations(how):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_whole_step_has_the_numbers_of_plain_layers():
     from tests.numerics import reference
 
