@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxtrain.errors import UserError
 from jaxtrain.sharding import mesh_context
 
 INTERPRET = False  # tests: Pallas's interpreter runs the kernel anywhere
@@ -23,12 +24,20 @@ NAME = "loss_of_logits"
 LOWEST = -1e30  # the greatest logit of none: finite, so that differences are numbers
 
 
-def serves(dtype: jnp.dtype) -> bool:
-    """Return whether the kernel computes gradients of this dtype here, where no compiler splits arrays over devices."""
+def chosen(asked: str, dtype: jnp.dtype) -> bool:
+    """Return whether `train.loss_kernel` selects the kernel here, for gradients of this dtype.
+
+    It is not for arrays that the compiler splits over devices, nor, by `auto`, for caches smaller than Hopper's.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     split = any(size > 1 and axis not in mesh.manual_axes for axis, size in mesh.shape.items())
-    here = mesh_context.platform() in ("gpu", "cuda") and mesh_context.compute_capability() >= 9 and _has_triton()
-    return INTERPRET or (here and not split and dtype in (jnp.bfloat16, jnp.float16))
+    here = mesh_context.platform() in ("gpu", "cuda") and _has_triton()
+    able = INTERPRET or (here and dtype in (jnp.bfloat16, jnp.float16)
+                         and mesh_context.compute_capability() >= (9 if asked == "auto" else 8))
+    if asked == "triton" and not able:
+        raise UserError("train.loss_kernel", "the triton kernel runs on NVIDIA GPUs since compute capability 8 (A100), "
+                        "in bfloat16 or float16, where JAX has Triton in Pallas", "use 'auto' or 'xla'")
+    return asked != "xla" and able and not split
 
 
 @cache

@@ -150,12 +150,15 @@ def test_the_kernel_loses_no_more_of_bfloat16_than_plain_operations(monkeypatch)
 
 
 def test_where_the_kernel_serves():
-    def serves(platform, dtype=jnp.bfloat16):
+    def chosen(platform, dtype=jnp.bfloat16, asked="auto"):
         with mesh_context.use(jt.make_mesh(devices=1), jt.rules("fsdp_tp"), platform):
-            return triton_logits.serves(jnp.dtype(dtype))
+            return triton_logits.chosen(asked, jnp.dtype(dtype))
 
-    assert serves("cuda:9") and serves("cuda:10", jnp.float16)
-    assert not any(serves(platform) for platform in ("cpu", "tpu", "cuda:8")) and not serves("cuda:9", jnp.float32)
+    assert chosen("cuda:9") and chosen("cuda:10", jnp.float16) and chosen("cuda:8", asked="triton")
+    assert not any(chosen(platform) for platform in ("cpu", "tpu", "cuda:8")) and not chosen("cuda:9", jnp.float32)
+    assert not chosen("cuda:9", asked="xla")
+    with pytest.raises(UserError, match=r"train\.loss_kernel: the triton kernel runs on NVIDIA GPUs since"):
+        chosen("cpu", asked="triton")
 
 
 @pytest.mark.parametrize("mesh", ["one", "both"])
