@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -342,7 +342,8 @@ class Stack(nnx.Module):
 
         if layer_loop.is_eager((x, args, given)):
             return layer_loop.in_turn(partial(step, lambda f: f, False), x, given)
-        kinds = [self.layer.kind(self.first + n) for n in range(self.num_layers * (self.numbered and slots is None))]
+        known = self.num_layers if self.numbered and slots is None else 0
+        kinds = [cast(Any, self.layer).kind(self.first + n) for n in range(known)]
         parts, at = [], 0
         for wrap, wide, count in [(self._wrap, None, 0)] if of_stage else self._parts(slots is None):
             some = jax.tree.map(lambda a, at=at, count=count: a[at:at + count], given) if count else given

@@ -134,7 +134,7 @@ def by_queries(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTH
 
 
 def by_keys_and_values(*arrays: jax.Array, soft_cap: float, scale: float, name: str,
-                       interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+                       interpret: Any = None) -> tuple[jax.Array, ...]:
     """Return the gradients by keys and values: of wide heads, whose sums do not fit in registers together, one by one.
 
     arrays: as `by_queries` takes them; the numbers of the tokens seen are the last query that sees each key and, if

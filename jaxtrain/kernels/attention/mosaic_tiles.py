@@ -53,7 +53,8 @@ def product(a: jax.Ref | jax.Array, b: jax.Ref, shape: tuple[int, int], *staged:
 
 def added(total: jax.Array, a: jax.Array, b: jax.Ref, *staged: jax.Ref) -> jax.Array:
     """Return a sum in registers, to which the product of two matrices is added in the same registers."""
-    return pl.run_state(lambda accumulator: multiply(accumulator, a, b, *staged))(gpu.ACC.init(total))
+    begun: Any = gpu.ACC.init(total)
+    return pl.run_state(lambda accumulator: multiply(accumulator, a, b, *staged))(begun)
 
 
 def multiply(total: Any, a: jax.Ref | jax.Array, b: jax.Ref, *staged: jax.Ref) -> None:

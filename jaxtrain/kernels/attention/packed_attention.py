@@ -87,7 +87,7 @@ def _by_queries(options: Options, *arrays: jax.Array) -> jax.Array:
     return module.by_queries(*arrays, **keywords)
 
 
-def _by_keys_and_values(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _by_keys_and_values(options: Options, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     module, keywords = _kernels(options, "dkv")
     return module.by_keys_and_values(*arrays, **keywords)
 
