@@ -213,7 +213,7 @@ class TrainConfig:
     layers_at_end_in_bf16: int = at_most(0, 10_000, least=0)  # likewise at the end
     objective: str = ""  # the objective; "": that of the family, of preference.loss or of rl.prompts
     # attention kernel; auto: chosen by device, dtype and shapes (docs/training.md)
-    attention: str = choice("auto", "auto", "xla", "cudnn", "mosaic", "splash")
+    attention: str = choice("auto", "auto", "xla", "cudnn", "mosaic", "triton", "splash")
     # before compiling, refuse a run that will not fit in device memory according to the planner
     check_memory: bool = True
     # how tokens reach their experts with expert parallelism: "gather" (all-gather) or "ragged" (all-to-all)
@@ -233,6 +233,9 @@ class TrainConfig:
     unroll: int = at_most(-1, 10_000, least=-1, fix="give a number of layers, 0 for all of them, or -1, which chooses")
     # number of chunks in which logits and loss of a micro-batch are computed, to save memory; 0: chosen by size
     loss_chunks: int = at_most(0, 2**20, least=0)
+    # what reads the logits for loss and gradient; triton: one kernel, which no device has run yet; auto: triton on
+    # NVIDIA GPUs since H100, in 16 bits, where the vocabulary is not split over devices
+    loss_kernel: str = choice("auto", "auto", "xla", "triton")
     z_loss: float = number(0.0, least=0)  # coefficient of the z-loss, the squared log-partition of the logits; 0: none
     # NEFTune: scale of the noise added to embeddings in training, such as 5; 0: none
     neftune_noise_alpha: float = number(0.0, least=0)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
+from jaxtrain.kernels import triton_logits
 from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.sharding import activations, axis_rules, mesh_context
@@ -26,20 +27,22 @@ F32 = jnp.float32
 
 @jax.named_scope("loss_head")  # jaxtrain.bench attributes step time to this name
 def cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *,
-                  z_loss: float = 0.0, chunks: int = 0, cap: float = 0.0) -> jax.Array:
+                  z_loss: float = 0.0, chunks: int = 0, cap: float = 0.0, kernel: str = "auto") -> jax.Array:
     """Return the sum over tokens of weight x (cross-entropy + z_loss x log-partition squared), in float32.
 
     A weight of 0 ignores a token; weights have gradients too. `head_DV` may be laid out as at rest. `chunks` is into
     how many pieces the tokens on one device are split; 0 chooses by size. `cap` is the soft cap of logits; 0: none.
+    `kernel` is what reads the logits: "xla", "triton", or "auto", see triton_logits.py.
     """
-    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))[0]
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0), kernel)[0]
 
 
 @jax.named_scope("loss_head")
 def penalized_cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *,
-                            z_loss: float, chunks: int = 0, cap: float = 0.0) -> tuple[jax.Array, jax.Array]:
+                            z_loss: float, chunks: int = 0, cap: float = 0.0,
+                            kernel: str = "auto") -> tuple[jax.Array, jax.Array]:
     """Return what `cross_entropy` returns, and the same sum without the z-loss, which has no gradient."""
-    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0), kernel)
 
 
 @jax.named_scope("loss_head")
@@ -56,7 +59,7 @@ def distillation_loss(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Arra
     given, gets no gradient. `caps` are the soft caps of the student's logits and of the teacher's.
     """
     teacher = jax.lax.stop_gradient((for_head(teacher_BTC, teacher_head_CV), teacher_head_CV))
-    return _summed(x_BTD, head_DV, targets_BT, weights_BT, teacher, z_loss, chunks, soft, temperature, caps)
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, teacher, z_loss, chunks, soft, temperature, caps, "xla")
 
 
 def default_chunks(tokens: int, vocab: int) -> int:
@@ -75,7 +78,7 @@ def _summed(x, head, *others):
     return _sums(for_head(x, head), head, *others)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9, 10))
 def _sums(x, head, targets, weights, teacher, *options):
     sums_2, _ = run_head(x, head, targets, weights, teacher, options, gradients=False)
     return sums_2[0], sums_2[1]
@@ -87,7 +90,7 @@ def _forward(x, head, targets, weights, teacher, *options):
     return (sums_2[0], sums_2[1]), (dx, dhead, jnp.zeros((), head.dtype), dweights)
 
 
-def _backward(z_loss, chunks, soft, temperature, caps, saved, g):
+def _backward(z_loss, chunks, soft, temperature, caps, kernel, saved, g):
     (dx, dhead, head, dweights), (g, _) = saved, g
     dweights = None if dweights is None else (g * dweights).astype(dweights.dtype)
     return (g * dx).astype(dx.dtype), (g * dhead).astype(head.dtype), None, dweights, None
@@ -143,7 +146,7 @@ def _statistics(logits_NV: jax.Array, hit_NV: jax.Array) -> tuple[jax.Array, jax
 def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_axes=(), row_axes=((), ()), *,
            options, gradients) -> tuple[jax.Array, ...]:
     """Compute one device's share: its tokens against its part of the vocabulary."""
-    z_loss, chunks, soft, temperature, (cap, teacher_cap) = options
+    z_loss, chunks, soft, temperature, (cap, teacher_cap), kernel = options
     head_DV, *teacher_head = (lax.all_gather(w, axes, tiled=True) if axes else w
                               for w, axes in zip(heads, row_axes, strict=False))
     N, D, V = targets_BT.size, *head_DV.shape
@@ -151,6 +154,7 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
     if N % chunks:
         raise UserError("chunks", f"{chunks} does not divide the {N} tokens on a device", "give a divisor, or 0")
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
+    in_one_pass = gradients and not vocab_axes and triton_logits.chosen(kernel, x_BTD.dtype)
     over_vocab = partial(lax.psum, axis_name=vocab_axes) if vocab_axes else lambda value: value
     largest = partial(lax.pmax, axis_name=vocab_axes) if vocab_axes else lambda value: value
 
@@ -179,19 +183,29 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
         return temperature**2 * divergence_N, pull_N[:, None] * (jnp.exp(q_NV) - jnp.exp(p_NV))
 
     def chunk(carry, inputs) -> tuple[tuple, PyTree]:
-        sums_2, dhead_DV = carry
         x_ND, target_N, weight_N, *teacher_NC = inputs
-        logits_NV = soft_capped(jnp.dot(x_ND, head_DV, preferred_element_type=F32), cap)
+        raw_NV = jnp.dot(x_ND, head_DV, preferred_element_type=F32)
+        if in_one_pass:
+            lse_N, correct_N, dlogits_NV = triton_logits.loss_and_gradient(
+                raw_NV, target_N, weight_N, z_loss=z_loss, cap=cap, dtype=x_ND.dtype)
+            entropy_N = lse_N - correct_N
+            loss_N = entropy_N + z_loss * jnp.square(lse_N)
+            return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV)
+        logits_NV = soft_capped(raw_NV, cap)
         loss_N, entropy_N, dlogits_NV = against_tokens(logits_NV, target_N, weight_N)
         for y_NC in teacher_NC:
             teacher_NV = soft_capped(jnp.dot(y_NC, teacher_head[0], preferred_element_type=F32), teacher_cap)
             other_N, dother_NV = against_teacher(logits_NV, teacher_NV, weight_N)
             loss_N, dlogits_NV = (1 - soft) * loss_N + soft * other_N, (1 - soft) * dlogits_NV + soft * dother_NV
+        dlogits_NV = dlogits_NV * (1 - jnp.square(logits_NV / cap)) if cap else dlogits_NV
+        return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV.astype(x_ND.dtype))
+
+    def products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV) -> tuple[tuple, PyTree]:
+        """Add a chunk's sums, and what its gradient by logits makes of activations and weight."""
+        sums_2, dhead_DV = carry
         sums_2 += jnp.stack([(weight_N * loss_N).sum(), (weight_N * entropy_N).sum()])
         if not gradients:
             return (sums_2, dhead_DV), loss_N
-        dlogits_NV = dlogits_NV * (1 - jnp.square(logits_NV / cap)) if cap else dlogits_NV
-        dlogits_NV = dlogits_NV.astype(x_ND.dtype)
         dx_ND = over_vocab(jnp.dot(dlogits_NV, head_DV.T, preferred_element_type=F32)).astype(x_ND.dtype)
         dhead_DV = dhead_DV + jnp.dot(x_ND.T, dlogits_NV, preferred_element_type=F32)
         return (sums_2, dhead_DV), (dx_ND, loss_N)

@@ -27,7 +27,7 @@ def attention(asked: str, dtype: jnp.dtype, seq_len: int, head_dim: int, *, stra
     in_parts = strategy not in ("", "ulysses")
     backend = choose_backend(asked, platform, dtype, seq_len // parts if in_parts else seq_len, head_dim, strategy,
                              soft_cap, packed, sinks)
-    wide = f" (heads of {head_dim} are over 128)" if head_dim > 128 and _has_mosaic() else ""
+    wide = f" (heads of {head_dim} are over 256)" if head_dim > 256 else ""
     if backend == "xla" and strategy:
         return (f"attention over context by {strategy} has no kernel here{wide}: scores pass through memory in "
                 f"float32, tile by tile")
@@ -38,11 +38,6 @@ def attention(asked: str, dtype: jnp.dtype, seq_len: int, head_dim: int, *, stra
         return (f"attention of packed rows computes all pairs of tokens{wide}: twice what causal attention needs, and "
                 f"a mask of {2e-9 * seq_len**2:.2g} GB for each row of {seq_len:,} tokens")
     return ""
-
-
-def _has_mosaic() -> bool:
-    """Return whether only the width of heads keeps attention from jaxtrain's own kernels."""
-    return choose_backend("auto", mesh_context.platform(), jnp.dtype(jnp.bfloat16), 1024, 128, packed=True) == "mosaic"
 
 
 def experts(asked: str, dtype: jnp.dtype, held: int, embed: int, width: int) -> str:

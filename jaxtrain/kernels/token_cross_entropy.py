@@ -14,29 +14,29 @@ from jaxtrain.kernels.cross_entropy import run_head
 
 @jax.named_scope("loss_head")
 def token_cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, *, chunks: int = 0,
-                        cap: float = 0.0) -> jax.Array:
+                        cap: float = 0.0, kernel: str = "auto") -> jax.Array:
     """Return each token's cross-entropy in float32.
 
     The backward pass computes the logits again: one matmul more than `cross_entropy` needs, which knows the weights.
 
-    `cap` is the soft cap of logits; 0: none.
+    `cap` is the soft cap of logits; 0: none. `kernel` is as in `cross_entropy`.
     """
-    return _by_token(for_head(x_BTD, head_DV), head_DV, targets_BT, chunks, cap)
+    return _by_token(for_head(x_BTD, head_DV), head_DV, targets_BT, chunks, cap, kernel)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _by_token(x, head, targets, chunks, cap):
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _by_token(x, head, targets, chunks, cap, kernel):
     ones = jnp.ones_like(targets, jnp.float32)
-    return run_head(x, head, targets, ones, (), (0.0, chunks, 0.0, 1.0, (cap, 0.0)), gradients=False)[-1]
+    return run_head(x, head, targets, ones, (), (0.0, chunks, 0.0, 1.0, (cap, 0.0), kernel), gradients=False)[-1]
 
 
-def _forward(x, head, targets, chunks, cap):
-    return _by_token(x, head, targets, chunks, cap), (x, head, targets)
+def _forward(x, head, targets, chunks, cap, kernel):
+    return _by_token(x, head, targets, chunks, cap, kernel), (x, head, targets)
 
 
-def _backward(chunks, cap, saved, g_BT):
+def _backward(chunks, cap, kernel, saved, g_BT):
     x, head, targets = saved
-    _, dx, dhead, _ = run_head(x, head, targets, g_BT, (), (0.0, chunks, 0.0, 1.0, (cap, 0.0)), gradients=True)
+    _, dx, dhead, _ = run_head(x, head, targets, g_BT, (), (0.0, chunks, 0.0, 1.0, (cap, 0.0), kernel), gradients=True)
     return dx, dhead.astype(head.dtype), None
 
 

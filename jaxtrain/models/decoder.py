@@ -63,6 +63,10 @@ class Block(nnx.Module):
         """Whether attention reads the number of the layer."""
         return getattr(self.attention, "numbered", False)
 
+    def kind(self, layer: int) -> bool:
+        """Return of which of two kinds attention is in the layer with this number."""
+        return self.attention.everywhere(layer)
+
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: PyTree, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Apply the block; `layer` is its number, where attention reads it."""

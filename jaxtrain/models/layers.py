@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxtrain.base.annotations import AnyArray, PyTree
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, squared_relu, swiglu
-from jaxtrain.models import training_noise
+from jaxtrain.models import layer_loop, training_noise
 from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.rematerialization import Wrap
 from jaxtrain.parallel.vocab import lookup
@@ -296,7 +296,8 @@ class Stack(nnx.Module):
         """Make the parameters.
 
         Args:
-            first: the number of the first layer; layers that are `numbered` are called with theirs as well.
+            first: the number of the first layer; layers that are `numbered` are called with theirs, or with that of
+                another layer of the same `kind`.
             after: how many layers another stack has behind these.
         """
         self.remat, self.unroll, self.num_layers, self.first = tuple(remat), unroll, num_layers, first
@@ -318,20 +319,20 @@ class Stack(nnx.Module):
         given = (weights, numbers if counted else None,
                  None if slots is None or slots.full else slots.numbers >= 0, cache and cache.entries)
 
-        def layer(x, weights, number, entries):
+        def layer(x, weights, number, entries, like=None):
             held = {} if cache is None else {"cache": replace(cache, entries=entries)}
-            own = (number + self.first if self.first else number,) if self.numbered else ()
+            own = (number + self.first if like is None else like,) if self.numbered else ()
             with training_noise.in_layer(0 if number is None else number):
                 return nnx.merge(graphdef, weights)(x, *args, *own, **held)
 
-        def wide_layer(*inputs):
+        def wide_layer(*inputs, like=None):
             with products.in_precision(""):
-                return layer(*inputs)
+                return layer(*inputs, like=like)
 
-        def step(wrap, wide, x, given):
+        def step(wrap, wide, x, given, like):
             weights, number, there, entries = given
             inputs = x, weights, number, entries
-            apply = wrap(wide_layer if wide else layer)
+            apply = wrap(partial(wide_layer if wide else layer, like=like))
             if wide is None:  # a stage's number is known when it runs
                 apply = partial(jax.lax.cond, self._is_wide(number), wrap(wide_layer), apply)
             if there is None:
@@ -339,15 +340,18 @@ class Stack(nnx.Module):
             none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(apply, *inputs)[1])
             return jax.lax.cond(there, apply, lambda x, *_: (x, none), *inputs)
 
-        if _is_eager((x, args, given)):
-            return _in_turn(partial(step, lambda f: f, False), x, given)
+        if layer_loop.is_eager((x, args, given)):
+            return layer_loop.in_turn(partial(step, lambda f: f, False), x, given)
+        known = self.num_layers if self.numbered and slots is None else 0
+        kinds = [cast(Any, self.layer).kind(self.first + n) for n in range(known)]
         parts, at = [], 0
         for wrap, wide, count in [(self._wrap, None, 0)] if of_stage else self._parts(slots is None):
             some = jax.tree.map(lambda a, at=at, count=count: a[at:at + count], given) if count else given
-            x, aux = _scan(partial(step, wrap, wide), x, some, self.unroll)
+            x, aux = layer_loop.loop(partial(step, wrap, wide), x, some, self.unroll,
+                                     kinds[at:at + count] if count else kinds, self.first + at)
             parts.append(aux)
             at += count
-        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) if len(parts) > 1 else parts[0]
+        return x, layer_loop.joined(parts)
 
     @property
     def _wrap(self) -> Wrap:
@@ -373,38 +377,3 @@ class Stack(nnx.Module):
         each = [wrap for wrap, count in self.remat for _ in range(count)] or [self._wrap] * self.num_layers
         wide = [bool(self._is_wide(number)) for number in range(self.num_layers)]
         return [(*part, len([*alike])) for part, alike in itertools.groupby(zip(each, wide, strict=True))]
-
-
-def _is_eager(tree: PyTree) -> bool:
-    """Return whether all arrays have values, as in a notebook, and none is being traced."""
-    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
-def _in_turn(step: Callable, x: jax.Array, given: PyTree) -> tuple[jax.Array, PyTree]:
-    """Return what `_scan` returns, layer by layer: outside of `jax.jit`, a scan would be compiled at every call."""
-    each = []
-    for number in range(len(jax.tree.leaves(given)[0])):
-        x, aux = step(x, jax.tree.map(lambda a, number=number: a[number], given))
-        each.append(aux)
-    return x, jax.tree.map(lambda *parts: jnp.stack(parts), *each)
-
-
-def _scan(step: Callable, x: jax.Array, given: PyTree, unroll: int) -> tuple[jax.Array, PyTree]:
-    """Scan over any number of layers with `unroll` layers per iteration (0: all).
-
-    lax.scan's own unrolling reshapes the residuals of the backward pass, and JAX 0.10 cannot reshape a `reduced` type.
-    """
-    layers = len(jax.tree.leaves(given)[0])  # of the stack, or of a pipeline stage's part of it
-    if unroll in (0, 1) or unroll >= layers:
-        return jax.lax.scan(step, x, given, unroll=layers if unroll != 1 else 1)
-    groups = layers // unroll
-
-    def several(x, given):
-        return jax.lax.scan(step, x, given, unroll=unroll)
-
-    def fold(a):
-        return a[:groups * unroll].reshape(groups, unroll, *a.shape[1:])
-
-    x, told = jax.lax.scan(several, x, jax.tree.map(fold, given))
-    x, rest = jax.lax.scan(step, x, jax.tree.map(lambda a: a[groups * unroll:], given), unroll=unroll)
-    return x, jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1, *a.shape[2:]), b]), told, rest)

@@ -33,7 +33,7 @@ class NextEvent(NextToken):
     @classmethod
     def of(cls, skeleton: Skeleton, *, model: EventsConfig, train: TrainConfig) -> "NextEvent":
         """Return the objective that these sections of a config describe."""
-        return cls(skeleton, train.loss_chunks, train.z_loss, columns=model)
+        return cls(skeleton, train.loss_chunks, train.z_loss, columns=model, loss_kernel=train.loss_kernel)
 
     @property
     def batch_spec(self) -> Declared:

@@ -38,13 +38,14 @@ class NextToken(OfTheModelAlone):
     cross_documents: bool = False  # a row is one text: attention and positions run on where a document ends
     penalties: bool = True  # add what the model reports, such as its routers' load-balance loss
     mtp_layers: int = 1  # how many tokens after the next are predicted
+    loss_kernel: str = "auto"  # what reads the logits
 
     @of_sections
     @classmethod
     def of(cls, skeleton: Skeleton, *, model: ModelConfig, train: TrainConfig, data: DataConfig) -> "NextToken":
         """Return the objective that these sections of a config describe."""
         return cls(skeleton, train.loss_chunks, train.z_loss, model.multi_token_loss, model.experts.per_token,
-                   data.cross_document_attention, mtp_layers=model.multi_token_layers)
+                   data.cross_document_attention, mtp_layers=model.multi_token_layers, loss_kernel=train.loss_kernel)
 
     @property
     def batch_spec(self) -> Declared:
@@ -119,7 +120,7 @@ class NextToken(OfTheModelAlone):
 
             def entropy(y_BTD, targets_BT, weights_BT):
                 return cross_entropy(y_BTD, head_DV, targets_BT, weights_BT, z_loss=self.z_loss, chunks=self.chunks,
-                                     cap=model.logit_cap)
+                                     cap=model.logit_cap, kernel=self.loss_kernel)
 
             read_BTD = last_BTD if model.mtp_after_norm else x_BTD
             for one, penalty in further_losses(model, read_BTD, batch, self.mtp_layers, entropy):
@@ -130,7 +131,8 @@ class NextToken(OfTheModelAlone):
                   batch: Batch) -> tuple[jax.Array, jax.Array]:
         """The summed loss of final activations, and their cross-entropy alone."""
         return penalized_cross_entropy(x_BTD, head_DV, batch["targets"], batch["weights"], z_loss=self.z_loss,
-                                       chunks=self.chunks, cap=self.model.merge(params).logit_cap)
+                                       chunks=self.chunks, cap=self.model.merge(params).logit_cap,
+                                       kernel=self.loss_kernel)
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:

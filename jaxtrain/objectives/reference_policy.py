@@ -120,7 +120,7 @@ class WithReference(NextToken):
         if self.temperature != 1:
             x_BTD = (x_BTD / self.temperature).astype(x_BTD.dtype)
         return -token_cross_entropy(x_BTD, head_DV, batch["targets"], chunks=self.chunks,
-                                    cap=model.logit_cap / self.temperature)
+                                    cap=model.logit_cap / self.temperature, kernel=self.loss_kernel)
 
     @property
     def temperature(self) -> float:

@@ -43,7 +43,7 @@ class Transcription(NextToken):
     @classmethod
     def of(cls, skeleton: Skeleton, *, model: WhisperConfig, train: TrainConfig) -> "Transcription":
         """Return the objective that these sections of a config describe."""
-        return cls(skeleton, train.loss_chunks, train.z_loss, audio=model)
+        return cls(skeleton, train.loss_chunks, train.z_loss, audio=model, loss_kernel=train.loss_kernel)
 
     @property
     def batch_spec(self) -> Declared:

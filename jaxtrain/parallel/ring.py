@@ -4,7 +4,7 @@ A device's tokens are an early and a late chunk of a sequence, in the order of t
 block it sees the early chunk with all its queries, or all of the block with its late queries: half of all pairs.
 
 Blocks are computed in tiles (kernels/attention/tiles.py), by plain operations or by cuDNN, or as a whole by jaxtrain's
-own kernels (kernels/attention/mosaic_attention.py), which read from two numbers of each token what it sees.
+own kernels (kernels/attention/packed_attention.py), which read from two numbers of each token what it sees.
 
 Shape suffixes: B batch, T tokens of a device, H query heads, G key/value heads, K head width.
 """
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.kernels.attention import mosaic_attention, tiled
+from jaxtrain.kernels.attention import mosaic_attention, packed_attention, tiled
 from jaxtrain.kernels.attention.tiles import Pull, Scoring, Tokens, merge
 from jaxtrain.parallel.balanced import unbalance
 from jaxtrain.parallel.cut_rows import AXIS, balanced_order
@@ -142,7 +142,7 @@ def _put(x: PyTree, part: slice, new: PyTree) -> PyTree:
 
 def ranges_of(segments: jax.Array, n: int, scoring: Scoring) -> "Ranges":
     """Return the blocks of n devices of rows with these documents."""
-    first, last = mosaic_attention.bounds(segments, scoring.window)
+    first, last = packed_attention.bounds(segments, scoring.window)
     return Ranges(n, segments.shape[1] // n, (first[:, 0], last[:, 0]), scoring)
 
 
@@ -179,11 +179,11 @@ class Ranges(NamedTuple):
         return so_far[0] + dq, [old + new for old, new in zip(so_far[1], dkv, strict=True)]
 
     def _part(self, source, q, k, v):
-        return mosaic_attention.part(q, k, v, self.ranges(lax.axis_index(AXIS), source), self._window(),
-                                     self.scoring.soft_cap)
+        return packed_attention.part(mosaic_attention.WIDTHS, q, k, v, self.ranges(lax.axis_index(AXIS), source),
+                                     self._window(), self.scoring.soft_cap)
 
     def _gradients(self, source, q, k, v, pull):
-        return mosaic_attention.part_gradients(q, k, v, pull.pull, pull.lse, pull.delta,
+        return packed_attention.part_gradients(mosaic_attention.WIDTHS, q, k, v, pull.pull, pull.lse, pull.delta,
                                                self.ranges(lax.axis_index(AXIS), source), self._window(),
                                                self.scoring.soft_cap)
 
@@ -191,11 +191,11 @@ class Ranges(NamedTuple):
         """Return the window that would show as many pairs of a block as are seen on average."""
         return -(-self.scoring.window // self.n)
 
-    def ranges(self, me: jax.Array | int, source: jax.Array | int) -> mosaic_attention.Ranges:
+    def ranges(self, me: jax.Array | int, source: jax.Array | int) -> packed_attention.Ranges:
         """Return which of a device's queries see which of another's keys."""
         mine, theirs = (balanced_order(device, self.n, self.T) for device in (me, source))
         (first, last), rows = self.seen, len(self.seen[0])
-        return mosaic_attention.Ranges(
+        return packed_attention.Ranges(
             self._before(first[:, mine], source), self._before(mine + 1, source, rows) - 1,
             self._before(theirs, me, rows), self._before(last[:, theirs] + 1, me) - 1)
 

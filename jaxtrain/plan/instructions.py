@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.kernels.grouped_matmul import DIMENSION, ROWS
 from jaxtrain.plan import hlo
-from jaxtrain.plan.trace.kernels import mosaic_flops, phase_of, splash_flops
+from jaxtrain.plan.trace.kernels import packed_flops, phase_of, splash_flops
 
 CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")  # their time is that of what they run
 _NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "iota",
@@ -86,13 +86,18 @@ class Instruction:
         return (self.inner or self).target.startswith(_KERNELS)
 
     @property
+    def compiler(self) -> str:
+        """The compiler of a kernel of jaxtrain's own: "mosaic" or "triton"."""
+        return "triton" if (self.inner or self).target.startswith(_KERNELS[1]) else "mosaic"
+
+    @property
     def attention(self) -> str:
         """Whether it is a kernel of attention: "attention", "attention backward", or "" for all others."""
         if self.inner is not None:
             return self.inner.attention
         phase = phase_of(self.path) if self.target == "tpu_custom_call" or self.own else ""
         if phase or "fmha" in self.target:
-            return "attention backward" if phase in ("dkv", "dq") or "Backward" in self.target else "attention"
+            return "attention backward" if phase.startswith("d") or "Backward" in self.target else "attention"
         return ""
 
     @property
@@ -282,7 +287,7 @@ def _flops(instruction: Instruction, made: Program) -> float:
         arrays = [made.instructions[name].arrays[0] for name in instruction.operands if name in made.instructions]
         rows = [dims for dtype, dims in arrays if len(dims) > 2 and dtype in ("bf16", "f16", "f32")]
         window = re.search(r"\bwindow_(-?\d+)", instruction.path)
-        count = mosaic_flops if instruction.own else splash_flops
+        count = packed_flops if instruction.own else splash_flops
         return count(phase_of(instruction.path), rows, int(window[1]) if window else 0)
     elif "fmha" in target:
         (_, queries), (_, keys) = (made.operand(instruction, index) for index in (0, 1))

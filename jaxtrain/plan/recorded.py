@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jaxtrain.plan import hlo, kinds
 from jaxtrain.plan.instructions import COUNTED, Array, Instruction, Program, program
+from jaxtrain.plan.trace.kernels import PHASE
 
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(?:\{\{.*?\}\}|\{\}"
                      r"|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?|mesh\[.*?\].*?\{.*?\})")
@@ -92,7 +93,7 @@ class _Writer:
         if not (one.flops or one.bytes):
             return ""
         kernel, kind = one.inner or one, kinds.kind_of(one, self.made, self.mesh)
-        phase = re.search(r"(?:splash_m[hq]a|mosaic_attention)_(?:fwd|dkv|dq)", kernel.path) if one.attention else None
+        phase = PHASE.search(kernel.path) if one.attention else None
         path = "/".join(part for part in (_SCOPES.get(kind, ""), phase[0] if phase else "") if part)
         target = f', custom_call_target="{kernel.target}"' if one.attention else ""
         told = f', metadata={{op_name="{path}"}}' if path else ""

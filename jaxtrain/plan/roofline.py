@@ -41,8 +41,8 @@ class Roofline:
         if instruction.attention:
             own, (width, length) = instruction.own, instruction.attends
             part = of_documents(length, self.documents) if own else 1.0
-            kernel = "mosaic" if own else "masked" if instruction.masked else "cudnn"
-            share = self._share("mosaic" if own else "attention")
+            kernel = instruction.compiler if own else "masked" if instruction.masked else "cudnn"
+            share = self._share(kernel if own else "attention")
             if self.target.platform == "cuda":
                 share *= rates.attention(kernel, instruction.attention != "attention", width, length * part)
             return instruction.flops * part / (self._peak(instruction) * share)

@@ -31,8 +31,8 @@ _FREE: dict[str, Set[str] | None] = {
     "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source", "workers"},
     "optimizer": {"zero_stage", "offload"}, "rl": {"reward_timeout_s"},
     "diloco": {"meeting", "keys", "max_age", "snapshot_every"},
-    "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
-              "eval_batches", "patience", "sample_tokens", "progress", "check_memory", "expert_exchange",
+    "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "loss_kernel", "log_every",
+              "eval_every", "eval_batches", "patience", "sample_tokens", "progress", "check_memory", "expert_exchange",
               "grouped_matmul", "recurrent_kernel", "expert_buffer", "deterministic", "compiler_options",
               "init_from", "init_encoder_from"},  # what has a checkpoint of its own goes on from that
 }

@@ -114,8 +114,9 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     keys |= {"optimizer.offload": rng.random() < 0.3}
     keys |= {"train.freeze": often([], ["embed/*"], ["blocks/layer/*attention/*", "norm/*"], ["heads"])}
     whole = sizes["context"] == 1 or keys["mesh.context_strategy"] == "ulysses"
-    if whole and keys["train.precision"] != "float16" and rng.random() < 0.3:  # the TPU's kernel, interpreted
-        keys |= {"train.attention": "splash"}
+    if whole and keys["train.precision"] != "float16" and rng.random() < 0.3:  # kernels, interpreted
+        other = random.Random(f"kernel {rng.getstate()}").random() < 0.4  # added later
+        keys |= {"train.attention": "triton" if other else "splash"}
     if not keys.get("model.mtp_loss_weight") and rng.random() < 0.25:
         keys |= {"data.cross_document_attention": True}
     rng = random.Random(f"{sorted(keys.items())}")  # its own numbers: what follows changes no other draw

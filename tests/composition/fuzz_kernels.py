@@ -40,7 +40,10 @@ def draw(rng: random.Random) -> dict[str, Any]:
             keys["train.accumulation"], 2)}
         keys |= {"model.experts_every": 1} if "model.experts_every" in keys else {}
         keys |= {"train.expert_exchange": "auto"}
-    return keys
+    later = random.Random(f"wide {sorted(keys.items())}")  # added later: others stay as drawn
+    if keys["family"] != "deepseek_v3" and later.random() < 0.2:
+        keys |= {"model.head_dim": later.choice((136, 256))}
+    return keys | {"train.loss_kernel": later.choice(("auto", "xla"))}
 
 
 def interpret() -> None:
@@ -48,11 +51,12 @@ def interpret() -> None:
     from jax._src import callback, effects
     from jax.experimental.pallas import mosaic_gpu
 
-    from jaxtrain.kernels import grouped_matmul
+    from jaxtrain.kernels import grouped_matmul, triton_logits
     from jaxtrain.kernels.attention import mosaic_attention
 
     for kernels in (grouped_matmul, mosaic_attention):
         kernels.INTERPRET = mosaic_gpu.InterpretGPUParams()
+    triton_logits.INTERPRET = True
     for allowed in (effects.remat_allowed_effects, effects.custom_derivatives_allowed_effects,
                     effects.control_flow_allowed_effects):
         allowed.add_type(type(callback._OrderedIOEffect))

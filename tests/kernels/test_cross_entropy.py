@@ -10,6 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
+from jaxtrain.kernels import triton_logits
 from jaxtrain.kernels.cross_entropy import distillation_loss
 from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
 from jaxtrain.sharding import activations, mesh_context
@@ -112,6 +113,52 @@ def test_the_weight_may_be_laid_out_as_in_use(mesh):
 def test_statistics_in_one_pass_are_the_same(mesh):
     """GPUs and TPUs compute them in one pass."""
     close(value_and_grad(inputs(), MESHES[mesh], platform="cuda", chunks=4, z_loss=1e-2), plain(1e-2), 1e-5)
+
+
+@pytest.mark.parametrize(("mesh", "cap"), [("batch", 0.0), ("vocab", 0.0), ("one", 1.5)])
+def test_one_kernel_makes_loss_and_gradient_of_the_logits(mesh, cap, monkeypatch):
+    """Pallas's interpreter runs it; where the vocabulary is split over devices, plain operations compute."""
+    monkeypatch.setattr(triton_logits, "INTERPRET", True)
+    monkeypatch.setattr(triton_logits, "COLUMNS", 128)  # more than there are
+    close(value_and_grad(inputs(), MESHES[mesh], chunks=4, z_loss=1e-2, cap=cap), plain(1e-2, cap), 1e-5)
+
+
+@pytest.mark.parametrize("columns", [32, 16])
+def test_the_kernel_reads_rows_in_parts(columns, monkeypatch):
+    monkeypatch.setattr(triton_logits, "INTERPRET", True)
+    monkeypatch.setattr(triton_logits, "COLUMNS", columns)
+    x, head, targets, weights = inputs()
+    uneven = head[:, :V - 7], np.minimum(targets, V - 8)
+    given = (x, uneven[0], uneven[1], weights)
+    got = value_and_grad(given, {}, z_loss=1e-2)
+    monkeypatch.setattr(triton_logits, "INTERPRET", False)
+    close(got, value_and_grad(given, {}, z_loss=1e-2), 1e-6)
+    large = value_and_grad((x * 1e3, *given[1:]), {})
+    assert all(np.isfinite(one).all() for one in large), "large logits overflow"
+
+
+def test_the_kernel_loses_no_more_of_bfloat16_than_plain_operations(monkeypatch):
+    x, head, targets, weights = inputs()
+    rounded = jnp.bfloat16(x), jnp.bfloat16(head)
+    exact = value_and_grad((*(np.asarray(a, np.float32) for a in rounded), targets, weights), {})
+    off = {}
+    for interpret in (False, True):
+        monkeypatch.setattr(triton_logits, "INTERPRET", interpret)
+        got = value_and_grad((*rounded, targets, weights), {}, chunks=2)
+        off[interpret] = [np.square(a - b).mean() for a, b in zip(got, exact, strict=True)]
+    np.testing.assert_allclose(off[True][1:3], off[False][1:3], rtol=1e-3)
+
+
+def test_where_the_kernel_serves():
+    def chosen(platform, dtype=jnp.bfloat16, asked="auto"):
+        with mesh_context.use(jt.make_mesh(devices=1), jt.rules("fsdp_tp"), platform):
+            return triton_logits.chosen(asked, jnp.dtype(dtype))
+
+    assert chosen("cuda:9") and chosen("cuda:10", jnp.float16) and chosen("cuda:8", asked="triton")
+    assert not any(chosen(platform) for platform in ("cpu", "tpu", "cuda:8")) and not chosen("cuda:9", jnp.float32)
+    assert not chosen("cuda:9", asked="xla")
+    with pytest.raises(UserError, match=r"train\.loss_kernel: the triton kernel runs on NVIDIA GPUs since"):
+        chosen("cpu", asked="triton")
 
 
 @pytest.mark.parametrize("mesh", ["one", "both"])

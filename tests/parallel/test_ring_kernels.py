@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.kernels.attention import cudnn_attention, cudnn_kernel, cudnn_tiles, mosaic_attention
+from jaxtrain.kernels.attention import cudnn_attention, cudnn_kernel, cudnn_tiles, mosaic_attention, packed_attention
 from jaxtrain.kernels.attention.tiles import Scoring, merge
 from jaxtrain.models.attention.self_attention import attend
 from jaxtrain.parallel import ring
@@ -72,7 +72,7 @@ CASES = [  # devices, tokens, heads, packed, window, soft cap
 
 def plainly(options, q, k, v, seen, lse=None):
     """Return scores to base 2 as the kernels compute them, which are hidden, and the heads' keys and values."""
-    _, soft_cap, scale = options
+    *_, soft_cap, scale = options
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bthk,bshk->bhts", q, k, precision="highest") * scale
     capped = soft_cap * jnp.tanh(scores / soft_cap) if soft_cap else scores
@@ -80,7 +80,7 @@ def plainly(options, q, k, v, seen, lse=None):
     place = jnp.arange(seen.shape[2])
     first, last = seen[:, 0], seen[:, 1]
     shown = (place >= first[:, :, None]) & (place <= last[:, :, None])
-    return capped / mosaic_attention.LN2, slope, shown[:, None], k, v
+    return capped / packed_attention.LN2, slope, shown[:, None], k, v
 
 
 def results(options, q, k, v, seen):
@@ -101,7 +101,7 @@ def pulled(options, q, k, v, pull, lse, delta, seen, by_query):
         shown = ((place >= seen[:, 0][:, None]) & (place <= seen[:, 1][:, None]))[:, None]
     weights = jnp.where(shown, jnp.exp2(jnp.minimum(scores - lse[..., None], 60)), 0)
     pulls = jnp.einsum("bthk,bshk->bhts", pull, v, precision="highest") - delta[..., None]
-    return weights, weights * slope * pulls * options[2], k
+    return weights, weights * slope * pulls * options[-1], k
 
 
 def by_queries(options, q, k, v, pull, lse, delta, seen):
@@ -123,7 +123,7 @@ def stood_in(monkeypatch):
     interpret(monkeypatch)
     for name, one in {"_results": results, "_by_queries": by_queries,
                       "_by_keys_and_values": by_keys_and_values}.items():
-        monkeypatch.setattr(mosaic_attention, name, one)
+        monkeypatch.setattr(packed_attention, name, one)
 
 
 @pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])],
@@ -149,12 +149,13 @@ def test_kernels_compute_what_stands_in_for_them(case, interpreted, monkeypatch)
         q, k, v, pull, segments)
     outs, dqs, dkvs = [], [], [0] * n
     for me, (q, _, _, pull) in enumerate(zip(*held, strict=True)):
-        parts = [mosaic_attention.part(q, held[1][other], held[2][other], blocks.ranges(me, other), window, soft_cap)
+        parts = [packed_attention.part(mosaic_attention.WIDTHS, q, held[1][other], held[2][other],
+                                       blocks.ranges(me, other), window, soft_cap)
                  for other in range(n)]
         out, lse = functools.reduce(merge, parts)
         assert all(np.isfinite(x).all() for part in parts for x in part)
-        found = [mosaic_attention.part_gradients(q, held[1][other], held[2][other], pull, lse, (out * pull).sum(-1),
-                                                 blocks.ranges(me, other), window, soft_cap) for other in range(n)]
+        found = [packed_attention.part_gradients(mosaic_attention.WIDTHS, q, held[1][other], held[2][other], pull, lse,
+                                                 (out * pull).sum(-1), blocks.ranges(me, other), window, soft_cap) for other in range(n)]
         outs.append(out)
         dqs.append(sum(dq for dq, *_ in found))
         dkvs = [np.asarray(dkv) + so_far for (_, *dkv), so_far in zip(

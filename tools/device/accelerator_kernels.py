@@ -1,4 +1,4 @@
-"""The Mosaic kernels on the device that they are made for, against plain operations in float32 and float64.
+"""The kernels of Mosaic and Triton on the device they are made for, against plain operations in float32 and float64.
 
     python -m tools.device.accelerator_kernels
 
@@ -32,6 +32,8 @@ def judged(few: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
         **tiles.CASES, **LARGE}
     for name, case in cases.items():
         yield f"attention: {name}", tried(functools.partial(of_attention, case, kernel))
+        if kernel != "xla":
+            yield f"attention by triton: {name}", tried(functools.partial(of_attention, case, "triton"))
     for width, wider, rows, groups in ((128, 192, 256, 5),) if few else ((128, 192, 256, 5), (2048, 768, 16384, 64)):
         for seed in range(1 if few else 4 if groups < 10 else 2):
             yield (f"grouped matmul: {rows} x {width} x {wider}, {groups} groups, seed {seed}",

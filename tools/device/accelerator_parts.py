@@ -28,7 +28,8 @@ from tools.device.accelerator_blocks import Session, median_seconds
 def attention(session: Session) -> None:
     """Forward, and forward with backward, in causal TFLOP/s: rows of documents of about a quarter of their length."""
     gpu = jax.default_backend() in ("gpu", "cuda")
-    shapes = ((64, 1024, 12, 12, 64), (16, 4096, 32, 8, 64), (4, 4096, 32, 8, 128), (1, 32768, 32, 8, 128))
+    shapes = ((64, 1024, 12, 12, 64), (16, 4096, 32, 8, 64), (4, 4096, 32, 8, 128), (1, 32768, 32, 8, 128),
+              (4, 4096, 16, 8, 256))
     for rows, length, heads, groups, width in ((1, 64, 4, 2, 16),) if session.rehearse else shapes:
         draw = np.random.default_rng(0)
         starts = draw.random((rows, length)) < 4 / length
@@ -38,7 +39,7 @@ def attention(session: Session) -> None:
         work = kernels.flops(kernels.FORWARD, [x.shape for x in (q, k, v)])
         back = kernels.flops(kernels.BACKWARD, [x.shape for x in (q, k, v)])
         functions = {}
-        for backend in ("mosaic", "cudnn") if gpu else ("xla",):
+        for backend in ("mosaic", "triton", "cudnn") if gpu else ("xla",):
             for packed in (True, False):
                 def forward(q, k, v, backend=backend, seen=segments if packed else None):
                     return attend(q, k, v, segments_BT=seen, backend=backend)
@@ -81,10 +82,13 @@ def loss_head(session: Session) -> None:
         few = min(N, 4096)  # all logits of more tokens would take much memory
         plain = median_seconds(partial(products, x[0, :few], head)) * N / few
         for size in (64,) if session.rehearse else (1024, 2048, 4096, 8192):
-            step = jax.jit(jax.grad(partial(cross_entropy, chunks=N // size), argnums=(0, 1)))
-            ours = median_seconds(partial(step, x, head, targets, weights), 5)
-            session.figures(f"loss head {N} x {D} x {V}, chunks of {size}", ms=1e3 * ours,
-                            tflops=6 * N * D * V / ours / 1e12, matmuls_ms=1e3 * plain, of_their_speed=plain / ours)
+            for kernel in ("xla", "triton") if jax.default_backend() in ("gpu", "cuda") else ("xla",):
+                loss = partial(cross_entropy, chunks=N // size, kernel=kernel)
+                ours = median_seconds(partial(jax.jit(jax.grad(loss, argnums=(0, 1))), x, head, targets, weights), 5)
+                session.figures(
+                    f"loss head {N} x {D} x {V}, chunks of {size}{', triton' if kernel == 'triton' else ''}",
+                    ms=1e3 * ours, tflops=6 * N * D * V / ours / 1e12, matmuls_ms=1e3 * plain,
+                    of_their_speed=plain / ours)
 
 
 @jax.jit

@@ -23,8 +23,9 @@ HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
 # Of a device's own arrays: attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H, key_segments_BS).
 # Each is a module that is imported when it is asked for; it says, as `refusal`, why it cannot compute something.
-BACKENDS = ("xla", "cudnn", "mosaic", "splash")
-_GPU = ("mosaic", "cudnn")
+BACKENDS = ("xla", "cudnn", "mosaic", "triton", "splash")
+PACKED = ("mosaic", "triton")  # of those, by kernels of packed_attention.py
+_GPU = ("mosaic", "triton", "cudnn")
 _KERNELS = {"gpu": _GPU, "cuda": _GPU, "tpu": ("splash",)}  # of which auto chooses the first that can
 
 
@@ -46,8 +47,8 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; 0: they stay.
         sinks_H: the score of each head's sink (sinks.py); None: there is none.
         causal: False: tokens see later ones too.
-        backend: `auto`, `xla`, `cudnn` (NVIDIA GPUs), `mosaic` (H100 and H200) or `splash` (TPUs; interpreted on CPUs,
-            to check its numbers).
+        backend: `auto`, `xla`, `cudnn` (NVIDIA GPUs), `mosaic` (H100 and H200), `triton` (NVIDIA GPUs since A100) or
+            `splash` (TPUs); the last two are interpreted on CPUs, to check their numbers.
     """
     others = (key_segments_BS is not None or k_BSGK.shape[1] != q_BTHK.shape[1]
               or (not causal and bool(activations.axes_over("seq"))))
@@ -105,16 +106,16 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
     """Return the backend that `train.attention` selects here; raises UserError if it cannot do this.
 
     `strategy`: how attention crosses the parts of a sequence; "" if every device has whole ones. `packed`: whether rows
-    may hold several documents. For those `auto` prefers `mosaic`: with a mask cuDNN computes all pairs of tokens. It
-    also takes it for what cuDNN cannot compute, such as `sinks`. `key_len`: how many keys there are, where they are
-    others than the queries' own tokens.
+    may hold several documents. For those `auto` prefers `mosaic` and then `triton`: with a mask cuDNN computes all
+    pairs of tokens. It also takes them for what cuDNN cannot compute, such as `sinks`. `key_len`: how many keys there
+    are, where they are others than the queries' own tokens.
     """
     alone = None if strategy in ("", "ulysses") else {
         "ring": ("mosaic", "cudnn", "splash"), "gather": ("cudnn",)}[strategy]
 
     def reason(name):
         sunk = sinks and name == "cudnn" and "it has no attention sinks"
-        apart = bool(key_len) and name == "mosaic" and "its keys are those of the queries' own tokens"
+        apart = bool(key_len) and name in PACKED and "its keys are those of the queries' own tokens"
         tiled = alone is not None and name not in alone and (
             f"mesh.context_strategy={strategy} cannot use it; ulysses can")
         refusal = partial(backend_module(name).refusal, platform, dtype, head_dim=head_dim, soft_cap=soft_cap)
@@ -124,8 +125,8 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
         shortest = min(seq_len, key_len or seq_len)
         able = [name for name in _KERNELS.get(platform, ())
                 if shortest >= backend_module(name).PADDING and not reason(name)]
-        if not packed and "cudnn" in able and "mosaic" in able and strategy != "ring":
-            able.remove("mosaic")
+        if not packed and "cudnn" in able and strategy != "ring":
+            able = [name for name in able if name not in PACKED]
         return next(iter(able), "xla")
     if asked != "xla" and (why := reason(asked)):
         raise UserError("train.attention", f"the {asked} backend cannot do this: {why}", "use 'auto' or 'xla'")

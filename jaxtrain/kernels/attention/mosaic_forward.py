@@ -21,6 +21,7 @@ from jaxtrain.kernels.attention.mosaic_tiles import (
     HEIGHT,
     ROWS,
     across,
+    added,
     feed,
     filled,
     load,
@@ -31,7 +32,8 @@ from jaxtrain.kernels.attention.mosaic_tiles import (
     visible,
 )
 
-KEYS, STAGES = 128, 2  # of a tile, and tiles in shared memory
+# Keys of a tile, as registers allow (by the width of heads), and tiles in shared memory.
+KEYS, KEYS_OF_WIDE, STAGES = 128, 64, 2
 LEAST = 1e-30  # in place of a sum of no weights
 LOWEST = -1e30  # the greatest score of a query that has seen no key yet: finite, so that differences are numbers
 
@@ -45,19 +47,20 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
     """
     (B, T, H, K), G, dtype, both_ways = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype, seen_BNT.shape[1] == 2
     rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
-    tile, log2_of = (HEIGHT, KEYS), partial(scores_to_log2, scale=scale, soft_cap=soft_cap)
+    keys = KEYS_OF_WIDE if K > 128 else KEYS
+    tile, log2_of = (HEIGHT, keys), partial(scores_to_log2, scale=scale, soft_cap=soft_cap)
 
     def body(q, k, v, seen, out, lse, q_tiles, k_tiles, v_tiles, lse_tiles, q_came, k_came, v_came, k_done, v_done,
              turn, *staged):
         b, h, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
         block = blocks - 1 - lax.axis_index("block")  # late ones are the longest
-        lowest = lax.div(seen[b, 0, block * rows], jnp.int32(KEYS))
+        lowest = lax.div(seen[b, 0, block * rows], jnp.int32(keys))
         end = (block + 1) * rows - 1
-        steps = lax.div((seen[b, 1, end] if both_ways else end) + KEYS, jnp.int32(KEYS)) - lowest  # none: at most 0
+        steps = lax.div((seen[b, 1, end] if both_ways else end) + keys, jnp.int32(keys)) - lowest  # none: at most 0
 
         @pl.when(me < COMPUTING)
         def _():
-            gpu.set_max_registers(232, action="increase")
+            gpu.set_max_registers(240 if K > 128 else 232, action="increase")
             begin = block * rows + me * HEIGHT
             own, q_tile, lse_tile = pl.ds(begin, HEIGHT), q_tiles.at[me], lse_tiles.at[me]
             gpu.copy_gmem_to_smem(q.at[b, own, h], q_tile, q_came.at[me])
@@ -73,7 +76,7 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
 
             def step(i, carry):
                 out_QK, top_Q, sum_Q = carry
-                slot, at = lax.rem(i, jnp.int32(STAGES)), (lowest + i) * KEYS
+                slot, at = lax.rem(i, jnp.int32(STAGES)), (lowest + i) * keys
                 gpu.barrier_wait(k_came.at[slot])
 
                 def multiply(total):
@@ -88,7 +91,7 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
                     last_Q = load(seen.at[b, 1, own], ROWS, optimized=False) if both_ways else None
                     return jnp.where(visible(begin, at, first_Q, last_Q, tile), scores, -jnp.inf)
 
-                scores_QS = lax.cond((at < complete[0]) | (at + KEYS - 1 > complete[1]), hide, lambda scores: scores,
+                scores_QS = lax.cond((at < complete[0]) | (at + keys - 1 > complete[1]), hide, lambda scores: scores,
                                      scores_QS)
                 new_Q = jnp.maximum(top_Q, scores_QS.max(axis=1))
                 less_Q = jnp.exp2(top_Q - new_Q)
@@ -97,9 +100,14 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
                 narrow_QS = weights_QS.astype(dtype)
                 next_turn()
                 gpu.barrier_wait(v_came.at[slot])
-                more_QK = product(narrow_QS, v_tiles.at[slot], (HEIGHT, K), *(x.at[me] for x in staged))
+                less_QK, own_staged = across(less_Q, (HEIGHT, K)), [x.at[me] for x in staged]
+                # Registers hold one sum of wide heads, not two. The interpreter knows no sums that begin with a value.
+                if K > 128 and not interpret:
+                    out_QK = added(out_QK * less_QK, narrow_QS, v_tiles.at[slot], *own_staged)
+                else:
+                    out_QK = out_QK * less_QK + product(narrow_QS, v_tiles.at[slot], (HEIGHT, K), *own_staged)
                 gpu.barrier_arrive(v_done.at[slot])
-                return out_QK * across(less_Q, (HEIGHT, K)) + more_QK, new_Q, sum_Q
+                return out_QK, new_Q, sum_Q
 
             pl.when(me == 1)(next_turn)
             out_QK, top_Q, sum_Q = lax.fori_loop(0, steps, step, (
@@ -116,21 +124,21 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
 
         @pl.when(me == COMPUTING)
         def _():
-            gpu.set_max_registers(40, action="decrease")
+            gpu.set_max_registers(24 if K > 128 else 40, action="decrease")
             g = lax.div(h, jnp.int32(H // G))
 
             def copies(i):
-                there = pl.ds((lowest + i) * KEYS, KEYS)
+                there = pl.ds((lowest + i) * keys, keys)
                 return (k_came, (k.at[b, there, g], k_tiles)), (v_came, (v.at[b, there, g], v_tiles))
 
-            feed(steps, STAGES, copies, k_done, v_done)
+            feed(steps, copies, (k_done, STAGES), (v_done, STAGES))
 
     return gpu.kernel(
         body, out_type=(jax.ShapeDtypeStruct(q_BTHK.shape, dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)),
         grid=(H, blocks, B), grid_names=("head", "block", "batch"), num_threads=COMPUTING + 1, thread_name="group",
         scratch_types=(
-            swizzled((COMPUTING, HEIGHT, K), dtype), swizzled((STAGES, KEYS, K), dtype),
-            swizzled((STAGES, KEYS, K), dtype), gpu.SMEM((COMPUTING, HEIGHT), jnp.float32),
+            swizzled((COMPUTING, HEIGHT, K), dtype), swizzled((STAGES, keys, K), dtype),
+            swizzled((STAGES, keys, K), dtype), gpu.SMEM((COMPUTING, HEIGHT), jnp.float32),
             gpu.Barrier(num_barriers=COMPUTING), gpu.Barrier(num_barriers=STAGES), gpu.Barrier(num_barriers=STAGES),
             *(gpu.Barrier(num_arrivals=COMPUTING, num_barriers=STAGES),) * 2, gpu.Barrier(num_arrivals=COMPUTING),
             *staging(tile, dtype, interpret)),

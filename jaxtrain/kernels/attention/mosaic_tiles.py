@@ -51,6 +51,12 @@ def product(a: jax.Ref | jax.Array, b: jax.Ref, shape: tuple[int, int], *staged:
     return pl.run_scoped(compute, gpu.ACC(shape))
 
 
+def added(total: jax.Array, a: jax.Array, b: jax.Ref, *staged: jax.Ref) -> jax.Array:
+    """Return a sum in registers, to which the product of two matrices is added in the same registers."""
+    begun: Any = gpu.ACC.init(total)
+    return pl.run_state(lambda accumulator: multiply(accumulator, a, b, *staged))(begun)
+
+
 def multiply(total: Any, a: jax.Ref | jax.Array, b: jax.Ref, *staged: jax.Ref) -> None:
     """Begin to add the product of two matrices in shared memory to an accumulator; `a` may be in registers.
 
@@ -75,22 +81,22 @@ def hidden(number: jax.Array) -> jax.Array:
     return lax.optimization_barrier(number)
 
 
-def feed(steps: jax.Array, stages: int, copies: Callable[[jax.Array], Iterable[tuple]], *used: jax.Ref) -> None:
+def feed(steps: jax.Array, copies: Callable[[jax.Array], Iterable[tuple]], *used: tuple[jax.Ref, int]) -> None:
     """Copy the tiles of each step to the next place in shared memory, and wait until all of them were used.
 
     copies: a step -> for each kind of tiles the barriers that tell that one came, and pairs: what to copy, and all
     places for it.
-    used: for each kind of tiles the barriers that tell that the one in a place was used.
+    used: for each kind of tiles the barriers that tell that the one in a place was used, and how many places there are.
     """
     def send(i, _):
-        slot = lax.rem(i, jnp.int32(stages))
-        for done, (came, *pairs) in zip(used, copies(i), strict=True):
+        for (done, stages), (came, *pairs) in zip(used, copies(i), strict=True):
+            slot = lax.rem(i, jnp.int32(stages))
             pl.when(i >= stages)(partial(gpu.barrier_wait, done.at[slot]))
             for given, places in pairs:
                 gpu.copy_gmem_to_smem(given, places.at[slot], came.at[slot])
 
     lax.fori_loop(0, steps, send, None)
-    for done in used:
+    for done, stages in used:
         for slot in range(stages):
             pl.when(slot < steps)(partial(gpu.barrier_wait, done.at[slot]))
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.models.attention.by_layer.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Angles, Rotary
@@ -26,12 +27,16 @@ class SinkAttention(Attention):
         self.global_every = global_every
         self.sinks = param(rngs, (heads,), ("heads",), compute_dtype="float32")
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Angles, layer: jax.Array,
+    def everywhere(self, layer: AnyArray) -> AnyArray:
+        """Return whether the layer with this number has no window."""
+        return (layer + 1) % self.global_every == 0
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Angles, layer: AnyArray,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Apply attention; `layer` is its number."""
         q, k, v = self.project(x_BTD)
         q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
-        everywhere, sinks_H = (layer + 1) % self.global_every == 0, activations.gather(self.sinks[...], "heads")
+        everywhere, sinks_H = self.everywhere(layer), activations.gather(self.sinks[...], "heads")
         if cache is not None and cache.entries is not None:
             window = jnp.where(everywhere, 0, self.window)
             return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, window, sinks_H)

@@ -14,6 +14,7 @@ GPU: Mapping[str, float] = {
     "grouped": 0.50,  # jaxtrain's kernels for experts: H200's 0.61, less by about what H100's products are below H200's
     "attention": 0.42,  # heads of 128, rows of 4,096, one document, both ways: published; H200 alone: 0.45
     "mosaic": 0.54,  # jaxtrain's own attention: H200's 0.60, less as cuDNN's
+    "triton": 0.30,  # jaxtrain's own attention elsewhere: no kernel of it was timed, this is a guess
     "memory": 0.72,  # elementwise: H200's 0.72
     "links": 0.80,  # published: NCCL's bus bandwidth in large collectives, within machines and across
     # Published: the share of communication that costs nothing beside computation. NCCL's kernels take processors,
@@ -68,7 +69,7 @@ def attention(kernel: str, backward: bool, width: int, length: float) -> float:
     one rate for all shapes.
 
     Args:
-        kernel: "cudnn", "masked" (cuDNN's with an array as mask) or "mosaic".
+        kernel: "cudnn", "masked" (cuDNN's with an array as mask), "mosaic" or "triton".
         backward: whether it is the gradient's.
         width: of a head.
         length: tokens of a row, less the share of its blocks that are skipped.

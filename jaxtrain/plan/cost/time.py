@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.schema import AXES
+from jaxtrain.kernels.attention import PACKED
 from jaxtrain.parallel.schedules.schedule import Schedule
 from jaxtrain.plan.cost import links, rates, traffic
 from jaxtrain.plan.cost.memory import Reads
@@ -189,9 +190,9 @@ def _own(op: Op, moved: int, target: Target) -> tuple[str, float]:
 def _share(op: Op, target: Target) -> float:
     """Return the share of the peak that the products of an operation reach."""
     if op.name.startswith("attention"):
-        own, masked = op.name.startswith("attention_mosaic"), len(op.inputs) > (6 if "backward" in op.name else 3)
-        kernel = "mosaic" if own else "masked" if masked else "cudnn"
-        share = rates.of(target.efficiency, "mosaic" if own else "attention", target.platform)
+        own, masked = op.name.split("_")[1] in PACKED, len(op.inputs) > (6 if "backward" in op.name else 3)
+        kernel = op.name.split("_")[1] if own else "masked" if masked else "cudnn"
+        share = rates.of(target.efficiency, kernel if own else "attention", target.platform)
         if target.platform != "cuda":
             return share
         return share * rates.attention(kernel, not op.name.endswith(("forward", "fwd")), *op.attends)

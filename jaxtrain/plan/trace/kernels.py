@@ -13,21 +13,23 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxtrain.kernels import grouped_matmul
-from jaxtrain.kernels.attention import cudnn_attention, cudnn_kernel, mosaic_attention, splash_attention
+from jaxtrain.kernels.attention import PACKED, cudnn_attention, cudnn_kernel, packed_attention, splash_attention
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 
 FORWARD, BACKWARD = "attention_forward", "attention_backward"
-MOSAIC = {phase: f"attention_mosaic_{phase}" for phase in ("fwd", "dq", "dkv")}
+OWN = {(kernels, phase): f"attention_{kernels}_{phase}" for kernels in PACKED for phase in ("fwd", "dq", "dkv")}
+MOSAIC = {phase: name for (kernels, phase), name in OWN.items() if kernels == "mosaic"}
+PHASE = re.compile(rf"(?:splash_m[hq]a|(?:{'|'.join(PACKED)})_attention)_(fwd|dkv_dk|dkv_dv|dkv|dq)")  # in a name
 ROWS_BY_GROUP, GROUP_BY_GROUP = "grouped_matmul_of_rows", "grouped_matmul_of_groups"
 
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """Replace cuDNN attention by one operation per direction, which keeps operands, result and a row of sums; and each
-    kernel of mosaic attention and of a grouped matmul by one operation.
+    kernel of packed attention and of a grouped matmul by one operation.
     """
     functions = {grouped_matmul: (_product, _products_of_groups), cudnn_attention: (at_once,),
-                 cudnn_kernel: (part, part_gradients), mosaic_attention: (_results, _by_queries, _by_keys_and_values)}
+                 cudnn_kernel: (part, part_gradients), packed_attention: (_results, _by_queries, _by_keys_and_values)}
     before = [(module, one.__name__, getattr(module, one.__name__)) for module, own in functions.items() for one in own]
     for module, own in functions.items():
         for one in own:
@@ -51,8 +53,9 @@ def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int
         return 2.0 * filled * math.prod(shapes[1][1:])
     if name == GROUP_BY_GROUP:
         return 2.0 * filled * math.prod(shape[0 if turned else 1] for shape in shapes[:2])
-    if phase := next((phase for phase, called in MOSAIC.items() if called == name), ""):
-        return mosaic_flops(phase, shapes, window)
+    if told := next((told for told, called in OWN.items() if called == name), ()):
+        apart = told == ("mosaic", "dkv") and shapes[0][3] > packed_attention.TOGETHER
+        return sum(packed_flops(phase, shapes, window) for phase in (("dkv_dk", "dkv_dv") if apart else told[1:]))
     (B, T, H, K), (_, S, _, _), (_, _, _, V) = shapes[:3]
     # With an array as mask cuDNN computes all pairs of tokens; what it does of a window then was not measured.
     masked = len(shapes) > (3 if name == FORWARD else 6) and window <= 0
@@ -79,44 +82,48 @@ def _products_of_groups(how: grouped_matmul.How, rows: jax.Array, others: jax.Ar
 
 def _results(options, q_BTHK, k_BTGK, v_BTGK, seen_BNT):
     B, T, H, _ = q_BTHK.shape
-    out = jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
-    return jax.ffi.ffi_call(MOSAIC["fwd"], out)(q_BTHK, k_BTGK, v_BTGK, seen_BNT, window=np.int32(options[0]))
+    out = (jax.ShapeDtypeStruct((B, T, H, v_BTGK.shape[3]), q_BTHK.dtype),
+           jax.ShapeDtypeStruct((B, H, T), jnp.float32))
+    return jax.ffi.ffi_call(OWN[options[0], "fwd"], out)(q_BTHK, k_BTGK, v_BTGK, seen_BNT, window=np.int32(options[1]))
 
 
 def _by_queries(options, q_BTHK, *others):
     out = jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype)
-    return jax.ffi.ffi_call(MOSAIC["dq"], out)(q_BTHK, *others, window=np.int32(options[0]))
+    return jax.ffi.ffi_call(OWN[options[0], "dq"], out)(q_BTHK, *others, window=np.int32(options[1]))
 
 
 def _by_keys_and_values(options, q_BTHK, k_BTGK, v_BTGK, *others):
     out = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BTGK, v_BTGK))
-    return jax.ffi.ffi_call(MOSAIC["dkv"], out)(q_BTHK, k_BTGK, v_BTGK, *others, window=np.int32(options[0]))
+    return jax.ffi.ffi_call(OWN[options[0], "dkv"], out)(q_BTHK, k_BTGK, v_BTGK, *others, window=np.int32(options[1]))
 
 
 def phase_of(name: str) -> str:
-    """Return which kernel of splash or mosaic attention has this name: "fwd", "dkv" or "dq"; "" for any other."""
-    found = re.search(r"(?:splash_m[hq]a|mosaic_attention)_(fwd|dkv|dq)", name)
+    """Return which kernel of splash or packed attention has this name: "fwd", "dkv" or "dq", or "dkv_dk" or "dkv_dv",
+    where there is one for each; "" for any other.
+    """
+    found = PHASE.search(name)
     return found[1] if found else ""
 
 
-def mosaic_flops(phase: str, shapes: Sequence[tuple[int, ...]], window: int = 0) -> float:
-    """Return the FLOP of a kernel of mosaic attention on queries, keys and values of these shapes.
+def packed_flops(phase: str, shapes: Sequence[tuple[int, ...]], window: int = 0) -> float:
+    """Return the FLOP of a kernel of packed attention on queries, keys and values of these shapes.
 
     Whole blocks count, as if each row were one document, since documents are not known before a run.
     """
     (B, T, H, K), _, (*_, V) = shapes[:3]
-    pairs = _pairs(T, T, mosaic_attention.BLOCK, window)
-    return 2.0 * B * H * pairs * {"fwd": K + V, "dq": 2 * K + V, "dkv": 2 * K + 2 * V}[phase]
+    pairs = _pairs(T, T, packed_attention.BLOCK, window)
+    return 2.0 * B * H * pairs * {
+        "fwd": K + V, "dq": 2 * K + V, "dkv": 2 * K + 2 * V, "dkv_dk": 2 * K + V, "dkv_dv": K + V}[phase]
 
 
 def of_documents(length: int, documents: int) -> float:
-    """Return the share of the blocks of a row that mosaic attention computes for so many documents of equal length.
+    """Return the share of the blocks of a row that packed attention computes for so many documents of equal length.
 
     They begin anywhere, so each reaches into one block more than it fills.
     """
     if documents == 1:
         return 1.0
-    blocks, each = (tokens / mosaic_attention.BLOCK for tokens in (length, length / documents))
+    blocks, each = (tokens / packed_attention.BLOCK for tokens in (length, length / documents))
     return min(1.0, documents * (each + 1) * (each + 2) / (blocks * (blocks + 1)))
 
 

@@ -144,7 +144,7 @@ class _Reader(Placing):
             work, attends = kernels.flops(called, shapes, **told), (0, 0)
             if called.startswith("attention"):
                 _, length, _, width = shapes[0]
-                skips = called in kernels.MOSAIC.values() and told["window"] <= 0
+                skips = called in kernels.OWN.values() and told["window"] <= 0
                 share = kernels.of_documents(length, self.documents) if skips else 1.0
                 work, attends = work * share, (width, round(length * share))
             return self.emit(called, "real", inputs, outputs, flops=work, attends=attends)

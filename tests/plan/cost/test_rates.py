@@ -11,7 +11,7 @@ from jaxtrain.plan.cost import rates, time
 from jaxtrain.plan.instructions import program
 from jaxtrain.plan.targets import TARGETS
 from jaxtrain.plan.timeline import simulate
-from jaxtrain.plan.trace.kernels import flops, mosaic_flops, of_documents
+from jaxtrain.plan.trace.kernels import flops, of_documents, packed_flops
 from jaxtrain.plan.trace.program import Block, Op, Value
 
 LINES = [json.loads(line) for line in
@@ -26,7 +26,7 @@ def work(kernel: str, rows: int, length: int, heads: int, width: int) -> tuple[f
     """Return the FLOP forward and backward that the planner counts."""
     shape = (rows, length, heads, width)
     if kernel == "mosaic":
-        each = {phase: mosaic_flops(phase, [shape] * 3) for phase in ("fwd", "dq", "dkv")}
+        each = {phase: packed_flops(phase, [shape] * 3) for phase in ("fwd", "dq", "dkv")}
         return each["fwd"], each["dq"] + each["dkv"]
     mask = [(rows, 1, length, length)] if kernel == "masked" else []
     return (flops("attention_forward", [shape] * 3 + mask), flops("attention_backward", [shape] * 6 + mask))

@@ -7,16 +7,17 @@ from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.models.attention.self_attention import attend
 
 
-def attend_by_layer(everywhere: jax.Array, q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, window: int,
+def attend_by_layer(everywhere: AnyArray, q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, window: int,
                     **how: Any) -> jax.Array:
     """Return `attend` with the window, or over all tokens in layers where `everywhere` is true."""
     def with_window(window):
         # By this name jaxtrain.plan tells which layers take a branch.
         return jax.named_scope(f"window_{window}")(lambda q, k, v: attend(q, k, v, window=window, **how))
 
-    if not isinstance(everywhere, jax.core.Tracer):  # called eagerly, where a `cond` would be compiled at every call
+    if not isinstance(everywhere, jax.core.Tracer):  # known, or called eagerly, which would compile a `cond` every time
         return with_window(0 if everywhere else window)(q_BTHK, k_BSGK, v_BSGK)
     return jax.lax.cond(everywhere, with_window(0), with_window(window), q_BTHK, k_BSGK, v_BSGK)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.models.attention.by_layer.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Angles, Rotary
@@ -22,12 +23,16 @@ class LateWindowAttention(Attention):
         super().__init__(*args, **how)
         self.first = first
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Angles, layer: jax.Array,
+    def everywhere(self, layer: AnyArray) -> AnyArray:
+        """Return whether the layer with this number has no window."""
+        return layer < self.first
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Angles, layer: AnyArray,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Apply attention; `layer` is its number."""
         q, k, v = self.project(x_BTD)
         q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
-        everywhere = layer < self.first
+        everywhere = self.everywhere(layer)
         if cache is not None and cache.entries is not None:
             return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, jnp.where(everywhere, 0, self.window))
         out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.models.attention.kv_cache import Cache
 from jaxtrain.models.attention.rotary import Angles
 from jaxtrain.models.attention.self_attention import Attention
@@ -20,8 +21,13 @@ class AttentionWithoutRope(Attention):
         super().__init__(*args, **how)
         self.every = every
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Angles, layer: jax.Array,
+    def everywhere(self, layer: AnyArray) -> AnyArray:
+        """Return whether the layer with this number has no positions."""
+        return (layer + 1) % self.every == 0
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Angles, layer: AnyArray,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         """Apply attention; `layer` is its number."""
-        (cos, sin), turns = angles, (layer + 1) % self.every != 0
-        return super().__call__(x_BTD, segments_BT, (jnp.where(turns, cos, 1), jnp.where(turns, sin, 0)), cache)
+        (cos, sin), everywhere = angles, self.everywhere(layer)
+        turn = jnp.where(everywhere, 1, cos), jnp.where(everywhere, 0, sin)
+        return super().__call__(x_BTD, segments_BT, turn, cache)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.models.attention.by_layer.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Angles, Rotary
@@ -42,10 +43,14 @@ class LocalOrGlobalAttention(Attention):
         super().__init__(*args, **how)
         self.global_every, self.query_factor, self.soft_cap = global_every, query_factor, soft_cap
 
+    def everywhere(self, layer: AnyArray) -> AnyArray:
+        """Return whether the layer with this number has no window."""
+        return (layer + 1) % self.global_every == 0
+
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: tuple[Angles, Angles],
-                 layer: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 layer: AnyArray, cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         q, k, v = self.project(x_BTD)
-        everywhere = (layer + 1) % self.global_every == 0
+        everywhere = self.everywhere(layer)
         turn = jax.tree.map(lambda near, far: jnp.where(everywhere, far, near), *angles)
         q, k = Rotary.rotate(q, turn), Rotary.rotate(k, turn)
         if self.query_factor != 1:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.models.attention.by_layer.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Angles
@@ -23,12 +24,17 @@ class WindowPatternAttention(Attention):
         super().__init__(*args, **how)
         self.pattern = pattern
 
+    def everywhere(self, layer: AnyArray) -> AnyArray:
+        """Return whether the layer with this number has no window."""
+        flags = np.array([kind == "G" for kind in self.pattern])
+        return bool(flags[layer % len(flags)]) if isinstance(layer, int) else jnp.asarray(flags)[layer % len(flags)]
+
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Angles,
-                 layer: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Aux]:
+                 layer: AnyArray, cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Apply attention; `layer` is its number."""
         q, k, v = self.project(x_BTD)
         q, k = self.turn(q, k, angles)
-        everywhere = jnp.asarray(np.array(list(self.pattern)) == "G")[layer % len(self.pattern)]
+        everywhere = self.everywhere(layer)
         if cache is not None and cache.entries is not None:
             return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, jnp.where(everywhere, 0, self.window))
         out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
