@@ -154,7 +154,7 @@ def newton_schulz(matrix, stored=lambda x: x):
     x = stored(wide / (np.linalg.norm(wide) + 1e-8))
     for _ in range(5):
         gram = stored(x @ x.T)
-        x = stored(3.4445 * x + stored(stored(-4.7750 * gram + 2.0315 * stored(gram @ gram)) @ x))
+        x = stored(stored(3.4445 * np.eye(len(x)) - 4.7750 * gram + 2.0315 * stored(gram @ gram)) @ x)
     return x if wide is matrix else x.T
 
 

@@ -76,8 +76,8 @@ def test_steps_are_those_of_the_formulas_in_float64(split, neurons, dtype, toler
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (4, 12), (12, 5), (64, 96)])
-def test_bfloat16_is_the_rounding_of_what_is_stored_and_nothing_else(shape):
-    """A float64 model that rounds what matrix units store gives the same but for roundings that float32's sums tip over.
+def test_bfloat16_rounds_what_is_stored_and_nothing_else(shape):
+    """A float64 model that rounds what matrix units store gives the same but for roundings that sums in float32 tip.
 
     So the distance from float64 is that of bfloat16 itself: about ten roundings of 2^-9 a step and element, which the
     polynomial's slope (up to 3.4) enlarges while values grow. Coefficients in bfloat16 would make it three times that.
@@ -85,7 +85,7 @@ def test_bfloat16_is_the_rounding_of_what_is_stored_and_nothing_else(shape):
     x = np.random.default_rng(0).normal(size=shape)
     (found,) = jax.jit(lambda x: newton_schulz.orthogonalized([x], 1e-8, jnp.bfloat16))(jnp.float32(x)[None])
     model, unit, norm = plain_newton_schulz(x, rounded), 2.0**-8, np.linalg.norm
-    assert norm(np.asarray(found[0], np.float64) - model) < unit * norm(model)
+    assert norm(np.asarray(found[0], np.float64) - model) < 2 * unit * norm(model)
     assert norm(model - plain_newton_schulz(x)) < 8 * unit * norm(model)
 
 
