@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.errors import UserError
 from jaxtrain.sharding import mesh_context
 from jaxtrain.train_step.optimizers import mup
 from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path, is_matrix, map_names
@@ -36,6 +37,9 @@ def _step_factor(names: tuple, shape: tuple[int, ...], growth: Growth) -> float:
 def muon(parts: OptimizerParts) -> optax.GradientTransformation:
     """Return Muon."""
     c, axes = parts.optimizer, parts.axes
+    if c.split_heads and parts.by_width:
+        raise UserError("optimizer.split_heads", "no rule is known here for how steps of single heads go with the "
+                        "width of a model (model.mup_base)", "leave one of them out")
     matrices = map_names(lambda names: muon_dimensions(names) is not None, axes)
     return parts.scaled_by(optax.chain(
         optax.masked(optax.trace(c.momentum, nesterov=True), matrices),

@@ -85,7 +85,7 @@ def test_bfloat16_rounds_what_is_stored_and_nothing_else(shape):
     x = np.random.default_rng(0).normal(size=shape)
     (found,) = jax.jit(lambda x: newton_schulz.orthogonalized([x], 1e-8, jnp.bfloat16))(jnp.float32(x)[None])
     model, unit, norm = plain_newton_schulz(x, rounded), 2.0**-8, np.linalg.norm
-    assert norm(np.asarray(found[0], np.float64) - model) < 2 * unit * norm(model)
+    assert norm(np.asarray(found[0], np.float64) - model) < 4 * unit * norm(model)
     assert norm(model - plain_newton_schulz(x)) < 8 * unit * norm(model)
 
 
