@@ -123,6 +123,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     keys |= remat_of(keys, rng) | lora_of(keys, rng)
     keys |= {"train.ema_decay": 0.75} if rng.random() < 0.3 else {}
     keys |= mup_of(keys, rng)
+    keys |= muon_of(keys, random.Random(f"muon {rng.getstate()}"))
     keys |= speed_of(keys, random.Random(f"{rng.getstate()}"))  # added later
     keys |= noise_of(keys, random.Random(f"noise {rng.getstate()}"))
     if keys.get("model.mtp_loss_weight") and random.Random(f"further {rng.getstate()}").random() < 0.3:
@@ -132,6 +133,14 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"train.attention": "splash"}  # added later, too: on blocks of a ring
     once = sizes["stage"] == 1 and keys["optimizer.zero_stage"] < 3 and rng.random() < 0.4
     return keys | ({"compression.method": "exact"} if once else {})
+
+
+def muon_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Options of Muon, in some of its cases; those of one head each are refused beside a narrower base."""
+    if keys["optimizer.name"] != "muon":
+        return {}
+    return {"optimizer.normalize_neurons": rng.random() < 0.5,
+            "optimizer.split_heads": rng.random() < 0.5 and "model.mup_base" not in keys}
 
 
 def mup_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:

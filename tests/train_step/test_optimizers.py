@@ -148,13 +148,13 @@ def test_muon_turns_hidden_matrices_into_orthogonal_ones_and_leaves_the_rest_to_
             assert 0.15 < np.sqrt((side**2).mean()) < 0.25, f"{path} does not move as far as by AdamW"
 
 
-def newton_schulz(matrix):
-    """The orthogonalization of Jordan et al. (kellerjordan.github.io/posts/muon), in float64."""
+def newton_schulz(matrix, stored=lambda x: x):
+    """The orthogonalization of Jordan et al. (kellerjordan.github.io/posts/muon), in float64, of what is stored."""
     wide = matrix.T if len(matrix) > len(matrix[0]) else matrix
-    x = wide / (np.linalg.norm(wide) + 1e-8)
+    x = stored(wide / (np.linalg.norm(wide) + 1e-8))
     for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        gram = stored(x @ x.T)
+        x = stored(stored(3.4445 * np.eye(len(x)) - 4.7750 * gram + 2.0315 * stored(gram @ gram)) @ x)
     return x if wide is matrix else x.T
 
 

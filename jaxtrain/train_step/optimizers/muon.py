@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.errors import UserError
 from jaxtrain.sharding import mesh_context
 from jaxtrain.train_step.optimizers import mup
 from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path, is_matrix, map_names
@@ -36,6 +37,9 @@ def _step_factor(names: tuple, shape: tuple[int, ...], growth: Growth) -> float:
 def muon(parts: OptimizerParts) -> optax.GradientTransformation:
     """Return Muon."""
     c, axes = parts.optimizer, parts.axes
+    if c.split_heads and parts.by_width:
+        raise UserError("optimizer.split_heads", "no rule is known here for how steps of single heads go with the "
+                        "width of a model (model.mup_base)", "leave one of them out")
     matrices = map_names(lambda names: muon_dimensions(names) is not None, axes)
     return parts.scaled_by(optax.chain(
         optax.masked(optax.trace(c.momentum, nesterov=True), matrices),
@@ -54,18 +58,22 @@ def scale_by_orthogonality(parts: OptimizerParts) -> optax.GradientTransformatio
     c, names_of = parts.optimizer, by_path(parts.axes)
     dimensions = {path: found for path, names in names_of.items() if (found := muon_dimensions(names, c.split_heads))}
 
-    def turned(path: tuple, x: jax.Array) -> jax.Array:
-        """Return the orthogonal matrices of a parameter's momentum."""
-        stack = orthogonalized(as_stack(x, dimensions[path]), c.eps, dtype_of(c.orthogonal_dtype))
-        scale = RMS * math.sqrt(max(stack.shape[1:]))
-        return from_stack(stack, dimensions[path], x.shape).astype(jnp.float32) * scale
+    def turned(updates: optax.Updates) -> dict[tuple, jax.Array]:
+        """Return the orthogonal matrices of the parameters' momentum, by path, in float32."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(updates, is_leaf=_is_masked)
+        own = {path: x for path, x in flat if is_matrix_of(path, x)}
+        stacks = orthogonalized([as_stack(x, dimensions[path]) for path, x in own.items()], c.eps,
+                                dtype_of(c.orthogonal_dtype))
+        return {path: from_stack(stack, dimensions[path], x.shape).astype(jnp.float32) * RMS * math.sqrt(
+            max(stack.shape[1:])) for (path, x), stack in zip(own.items(), stacks, strict=True)}
 
     def is_matrix_of(path: tuple, x: jax.Array | optax.MaskedNode) -> bool:
         return path in dimensions and not isinstance(x, optax.MaskedNode)
 
     def update(updates: optax.Updates, params: PyTree) -> optax.Updates:
-        return jax.tree.map_with_path(lambda path, x: turned(path, x).astype(x.dtype) if is_matrix_of(path, x) else x,
-                                      updates, is_leaf=_is_masked)
+        found = turned(updates)
+        return jax.tree.map_with_path(lambda path, x: found[path].astype(x.dtype) if path in found else x, updates,
+                                      is_leaf=_is_masked)
 
     if not c.normalize_neurons:
         return optax.stateless(update)
@@ -78,7 +86,8 @@ def scale_by_orthogonality(parts: OptimizerParts) -> optax.GradientTransformatio
     def normalizing(updates: optax.Updates, state: PyTree,
                     params: PyTree = None) -> tuple[optax.Updates, NeuronState]:
         flat, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=_is_masked)
-        both = [by_neuron(turned(path, x), square, dimensions[path], c.b2) if is_matrix_of(path, x) else (x, square)
+        found = turned(updates)
+        both = [by_neuron(found[path], square, dimensions[path], c.b2) if path in found else (x, square)
                 for (path, x), square in zip(flat, treedef.flatten_up_to(state.by_neuron), strict=True)]
         updates, squares = (treedef.unflatten(each) for each in zip(*both, strict=True))
         return updates, NeuronState(squares)

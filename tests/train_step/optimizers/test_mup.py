@@ -165,6 +165,22 @@ def test_without_a_base_these_are_optax_s_own(name):
                      of_optax.update(grads, of_optax.init(params), params))
 
 
+def test_muon_with_normalized_neurons_goes_by_muon_s_rule_and_single_heads_are_refused():
+    """A step of NorMuon has the Frobenius norm of Muon's, whose factor it is given."""
+    axes, params = {"w": ("embed", "heads", "head_dim")}, {"w": jnp.zeros((8, 3, 4))}
+    growth, grads = {"embed": 4.0, "heads": 2.0}, {"w": jnp.asarray(np.random.default_rng(0).normal(size=(8, 3, 4)))}
+
+    def step(growth, **keys):
+        c = OptimizerConfig(name="muon", weight_decay=0.0, **keys)
+        optimizer = make_optimizer(c, lambda n: 1.0, axes, growth)
+        return optimizer.update(grads, optimizer.init(params), params)[0]["w"]
+
+    factor = np.sqrt(2 / 4) * np.sqrt(max(8 / 4, 12 / 2) / 12)
+    np.testing.assert_allclose(step(growth, normalize_neurons=True), factor * step(None, normalize_neurons=True), 1e-5)
+    with pytest.raises(jt.UserError, match=r"optimizer\.split_heads: .*model\.mup_base"):
+        step(growth, split_heads=True)
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_decay_is_the_same_in_all_widths(name):
     axes, params = {"w": ("embed", "mlp")}, {"w": jnp.full((4, 6), 2.0)}
