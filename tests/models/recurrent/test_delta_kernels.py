@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.kernels import chunk_kernels
+from jaxtrain.kernels import chunk_kernels, chunk_tiles
 from jaxtrain.models.recurrent import delta_kernels
 from tests.models.recurrent import over_time
 from tests.models.recurrent.over_time import MIXERS, single
@@ -18,7 +18,15 @@ from tests.tiers import slow
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(chunk_kernels, "INTERPRET", True)
+    monkeypatch.setattr(chunk_kernels, "INTERPRET", "tpu")
+
+
+@pytest.fixture
+def in_tiles(monkeypatch):
+    """The kernels for GPUs, with tiles of 4 channels: two of keys and three of values."""
+    monkeypatch.setattr(chunk_kernels, "INTERPRET", "gpu")
+    monkeypatch.setattr(chunk_tiles, "TILE", 4)
+    monkeypatch.setattr(chunk_tiles, "LEAST", 4)
 
 
 def by_kernels(name):
@@ -32,6 +40,12 @@ def test_kernels_have_the_numbers_of_a_loop_over_tokens(name, interpreted):
     """Output, last state and all gradients in float64; of documents in one row, behind a state, and of any decays."""
     f, args = by_kernels(name), single(over_time.drawn(name))
     assert "recurrent_delta_outputs_gradients" in str(jax.make_jaxpr(f)(*args))
+    assert over_time.worst(compiled(f, *args), over_time.truth(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gated_delta", *slow("kimi_delta")])
+def test_tiles_have_them_too(name, in_tiles):
+    f, args = by_kernels(name), single(over_time.drawn(name))
     assert over_time.worst(compiled(f, *args), over_time.truth(name)) < TOLERANCE
 
 
