@@ -97,7 +97,7 @@ def maps_gradients(k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC: 
     dkept = jnp.where((i > j) & chunk.within_CC, -product(product(solve, dsolve, "00"), solve, "11"), 0)
     pairs_CC = _pairs(chunk, k, k)
     dbeta_C1 += _sums(dkept * pairs_CC)
-    dpairs_CC = beta_C1 * dkept
+    dpairs_CC, dg_1C = _of_decays(chunk, beta_C1 * dkept, pairs_CC)
 
     def of_keys(at, carried):
         dbeta_C1, dg_1C = carried
@@ -115,9 +115,10 @@ def maps_gradients(k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC: 
         dg_1C = _add_decay(chunk, dg, at, beta_C1 * dsince_CX, end * k_CX * dwrite_CX, dg_CX, dg_1C)
         return dbeta_C1 + _sums(dsince_CX), dg_1C
 
-    dbeta_C1, dg_1C = by_tiles(K, of_keys, (dbeta_C1, jnp.zeros((1, C), F32)))
+    dbeta_C1, dg_1C = by_tiles(K, of_keys, (dbeta_C1, dg_1C))
     dbeta[...] = row(dbeta_C1)
-    _finish_decay(chunk, dg, dg_1C, dpairs_CC * pairs_CC)
+    if chunk.of_heads:
+        dg[...] = dg_1C
 
 
 def outputs(q: Ref, k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC: Ref, state_KV: Ref, y: Ref) -> None:
@@ -168,6 +169,7 @@ def outputs_gradients(q: Ref, k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref,
     dsolve_CC[...] = product(seen_CC, dmove, "00")
     i, j = tokens(C)
     dseen = jnp.where((i >= j) & chunk.within_CC, product(dmove, solve_CC[...], "11"), 0)
+    dpairs_CC, dg_1C = _of_decays(chunk, dseen, seen_CC)
 
     def of_keys(at, dg_1C):
         q_CX, k_CX, (since, _) = q[:, at].astype(F32), k[:, at].astype(F32), _factors(chunk, at)
@@ -177,13 +179,14 @@ def outputs_gradients(q: Ref, k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref,
 
         dq_CX = by_tiles(V, of_outputs, jnp.zeros(q_CX.shape, F32))
         dk_CX = -beta_C1 * product(move_CC, dq_CX, "00")
-        ddirect_CX, dlast_CX, dg_CX = _gradients_of_pairs(chunk, at, q_CX, k_CX, dseen)
+        ddirect_CX, dlast_CX, dg_CX = _gradients_of_pairs(chunk, at, q_CX, k_CX, dpairs_CC)
         dq[:, at] = (ddirect_CX + since * dq_CX).astype(dq.dtype)
         dk[:, at] = (dlast_CX + since * dk_CX).astype(dk.dtype)
         return _add_decay(chunk, dg, at, since * (q_CX * dq_CX + k_CX * dk_CX), None, dg_CX, dg_1C)
 
-    dg_1C = by_tiles(K, of_keys, jnp.zeros((1, C), F32))
-    _finish_decay(chunk, dg, dg_1C, dseen * seen_CC)
+    dg_1C = by_tiles(K, of_keys, dg_1C)
+    if chunk.of_heads:
+        dg[...] = dg_1C
 
 
 def _moves(chunk, q, k, solve_CC):
@@ -256,10 +259,22 @@ def _of_half(level, size):
     return half & (j <= i), half & (j > i)
 
 
+def _of_decays(chunk, d_CC, pairs_CC):
+    """Return the gradient of the products that `_pairs` decays, and that of the decays of heads between tokens.
+
+    d_CC is the gradient of its result, 0 for pairs without use.
+    """
+    C = len(d_CC)
+    if not chunk.of_heads:
+        return d_CC, jnp.zeros((1, C), F32)
+    dlogs_CC = d_CC * pairs_CC
+    earlier = lax.cumsum(dlogs_CC, 1) - dlogs_CC
+    return d_CC * _between(chunk), jnp.where(_since(C), earlier, 0).sum(0, keepdims=True)
+
+
 def _gradients_of_pairs(chunk, at, x_CX, k_CX, d_CC):
-    """Return the gradients of tiles of x and k, and of g if it has channels; d_CC is 0 for pairs without use."""
+    """Return the gradients of tiles of x and k, and of g if it has channels."""
     if chunk.of_heads:
-        d_CC = d_CC * _between(chunk)
         return product(d_CC, k_CX), product(d_CC, x_CX, "00"), 0.0
     i, j = tokens(len(d_CC))
     own_C1 = _sums(jnp.where(i == j, d_CC, 0))
@@ -290,9 +305,3 @@ def _add_decay(chunk, dg, at, dsince_CX, dend_CX, dg_CX, dg_1C):
     dg[:, at] = dg_CX
     return dg_1C
 
-
-def _finish_decay(chunk, dg, dg_1C, dlogs_CC):
-    """Write the gradient of the decays of heads, given that of the logarithms between tokens."""
-    if chunk.of_heads:
-        earlier = lax.cumsum(dlogs_CC, 1) - dlogs_CC
-        dg[...] = dg_1C + jnp.where(_since(len(dlogs_CC)), earlier, 0).sum(0, keepdims=True)
