@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton
 from jaxtrain.base.annotations import AnyArray
 from jaxtrain.kernels.chunk_kernels import Result, products
 
-TILE = 64  # rows or columns of a tile
+TILE = 32  # channels of a tile
 LEAST = 16  # sides that tensor cores multiply
 WARPS = 8
 

@@ -155,13 +155,6 @@ def outputs_gradients(q: Ref, k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref,
         error_CX = by_tiles(K, of_read, v[:, at].astype(F32))
         derror_CX = product(move_CC, dy_CX, "00")  # before beta
         dv[:, at] = (beta_C1 * derror_CX).astype(dv.dtype)
-
-        def of_state(keys, _):
-            since, _ = _factors(chunk, keys)
-            dstate_KV[keys, at] = product(since * q[:, keys].astype(F32), dy_CX, "00") - product(
-                beta_C1 * since * k[:, keys].astype(F32), derror_CX, "00")
-
-        by_tiles(K, of_state)
         return dmove + product(dy_CX, beta_C1 * error_CX, "11"), dbeta_C1 + _sums(error_CX * derror_CX)
 
     dmove, dbeta_C1 = by_tiles(V, of_values, (jnp.zeros((C, C), F32), jnp.zeros((C, 1), F32)))
@@ -174,8 +167,12 @@ def outputs_gradients(q: Ref, k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref,
     def of_keys(at, dg_1C):
         q_CX, k_CX, (since, _) = q[:, at].astype(F32), k[:, at].astype(F32), _factors(chunk, at)
 
+        read_CX = since * q_CX - product(move_CC, chunk.beta_C1 * since * k_CX)
+
         def of_outputs(values, total):
-            return total + product(dy[:, values].astype(F32), state_KV[at, values], "11")
+            dy_CX = dy[:, values].astype(F32)
+            dstate_KV[at, values] = product(read_CX, dy_CX, "00")
+            return total + product(dy_CX, state_KV[at, values], "11")
 
         dq_CX = by_tiles(V, of_outputs, jnp.zeros(q_CX.shape, F32))
         dk_CX = -beta_C1 * product(move_CC, dq_CX, "00")
