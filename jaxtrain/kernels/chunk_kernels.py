@@ -51,8 +51,8 @@ def choose_backend(asked: str) -> str:
     if platform in GPUS and mesh_context.compute_capability() < 8:
         platform = "a GPU of compute capability below 8 (A100)"
     if not INTERPRET and platform not in ("tpu", *GPUS):
-        raise UserError("train.recurrent_kernel", f"pallas runs on TPUs and NVIDIA GPUs only, and this is for {platform}",
-                        "use 'auto' or 'xla'")
+        raise UserError("train.recurrent_kernel", f"pallas runs on TPUs and NVIDIA GPUs only, and this is for "
+                        f"{platform}", "use 'auto' or 'xla'")
     return "pallas"
 
 

@@ -1,7 +1,7 @@
 """The functions of delta_kernels.py and their gradients in tiles that fit the registers of GPUs.
 
-Keys and values are cut into tiles of 64 channels, so that no matrix of a kernel is larger than 64 x 64. What later
-tiles need of earlier ones is read or computed again, as a processor's caches are nearer than its registers are many.
+Keys and values are cut into tiles of 32 channels, so that the largest matrix of a kernel is of 64 x 64 tokens. What
+tiles need of earlier ones is read or computed again: it would not fit the registers.
 Arguments and results are references to memory, of which a kernel loads and stores tiles.
 
 Shape suffixes: C tokens of a chunk, K key width, V value width, X channels of a tile. `since` is the decay of the state
@@ -123,7 +123,7 @@ def maps_gradients(k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC: 
 
 def outputs(q: Ref, k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC: Ref, state_KV: Ref, y: Ref) -> None:
     """Write the results of a chunk's tokens, given the state before it."""
-    (C, K), V, chunk = k.shape, v.shape[1], _chunk(g, beta, documents)
+    K, V, chunk = k.shape[1], v.shape[1], _chunk(g, beta, documents)
     _, move_CC = _moves(chunk, q, k, solve_CC)
 
     def of_values(at, _):
