@@ -7,7 +7,6 @@ Pallas interprets the kernels.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxtrain.base.annotations import AnyArray
+from jaxtrain.base.annotations import AnyArray, PyTree
 from jaxtrain.kernels.chunk_kernels import Result, products
 
 TILE = 32  # channels of a tile
@@ -23,7 +22,7 @@ LEAST = 16  # sides that tensor cores multiply
 WARPS = 8
 
 
-def by_tiles(width: int, body: Callable[[AnyArray, Any], Any], start: Any = None) -> Any:
+def by_tiles(width: int, body: Callable[[AnyArray, PyTree], PyTree], start: PyTree = None) -> PyTree:
     """Return what `body(channels, carried)` returns for the last tile of so many channels, of the first for `start`."""
     side = min(TILE, width)
     return lax.fori_loop(0, width // side, lambda index, carried: body(pl.ds(index * side, side), carried), start)
