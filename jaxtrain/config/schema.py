@@ -223,7 +223,7 @@ class TrainConfig:
     expert_buffer: float = number(1.25, least=0)
     # kernel of the experts' matrix products; auto: chosen by device, dtype and shapes
     grouped_matmul: str = choice("auto", "auto", "xla", "mosaic", "triton")
-    # kernel of what is within chunks of layers with a state; pallas: for TPUs; auto: xla, until TPUs have run the other
+    # kernel of what is within chunks of layers with a state; pallas: for TPUs and GPUs; auto: xla, as none ran it yet
     recurrent_kernel: str = choice("auto", "auto", "xla", "pallas")
     # activations of a layer that are kept for the backward pass; the others are recomputed. "none": keep all; "full":
     # only the layer's input; "dots": also the results of matmuls; "attention": also the output of attention;

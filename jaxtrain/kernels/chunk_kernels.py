@@ -23,8 +23,11 @@ from jaxtrain.errors import UserError
 from jaxtrain.sharding import mesh_context
 
 F32 = jnp.float32
-INTERPRET = False  # tests: Pallas's interpreter runs the kernels anywhere
+INTERPRET = ""  # tests: "tpu" or "gpu", whose kernels Pallas's interpreter runs anywhere
 PASSES = 6  # products of bfloat16 that make one of float32 on TPUs
+TF32_PASSES = 3  # products of TF32 that make one of float32 on GPUs
+X3 = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+GPUS = ("gpu", "cuda")
 Result = tuple[tuple[int, ...], DTypeLike]
 
 
@@ -36,17 +39,20 @@ class Chunks(NamedTuple):
     name: str  # of its kernels, in profiles and compiled programs
     # Results that the derivative takes as argument `known` of the function, instead of computing them again.
     known: tuple[int, ...] = ()
+    # The same function and its gradients in tiles, for GPUs, given references to arguments and results.
+    tiled: Callable[[], tuple[Callable[..., None], Callable[..., None]]] | None = None
 
 
 def choose_backend(asked: str) -> str:
     """Return the backend that `train.recurrent_kernel` selects here; raises UserError if it cannot do this."""
     if asked != "pallas":
-        return "xla"  # also for "auto": no TPU has run the kernels yet
+        return "xla"  # also for "auto": no device has run the kernels yet
     platform = mesh_context.platform()
-    if not INTERPRET and platform != "tpu":
-        why = "; what Pallas has for such kernels on GPUs is deprecated in JAX" if platform in ("gpu", "cuda") else ""
-        raise UserError("train.recurrent_kernel", f"pallas runs on TPUs only, and this is for {platform}{why}",
-                        "use 'auto' or 'xla'")
+    if platform in GPUS and mesh_context.compute_capability() < 8:
+        platform = "a GPU of compute capability below 8 (A100)"
+    if not INTERPRET and platform not in ("tpu", *GPUS):
+        raise UserError("train.recurrent_kernel", f"pallas runs on TPUs and NVIDIA GPUs only, and this is for "
+                        f"{platform}", "use 'auto' or 'xla'")
     return "pallas"
 
 
@@ -61,7 +67,10 @@ def check(model: ModelConfig) -> None:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def by_chunk(chunks: Chunks, heads: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the function's results for all chunks and heads; no gradient passes to integers."""
-    return tuple(_call(chunks.function, chunks.results(*arrays), f"recurrent_{chunks.name}", heads, arrays))
+    results, name = chunks.results(*arrays), f"recurrent_{chunks.name}"
+    if _in_tiles():
+        return tuple(_tiled(chunks, 0, results, name, heads, arrays))
+    return tuple(_call(chunks.function, results, name, heads, arrays))
 
 
 def _forward(chunks, heads, *arrays):
@@ -85,7 +94,9 @@ def _backward(chunks, heads, saved, gradients):
 
     # Of what heads share, each has its own gradient first.
     kinds = [(arrays[i].shape[3:], arrays[i].dtype if arrays[i].shape[2] == heads else F32) for i in real]
-    found = _call(derivative, kinds, f"recurrent_{chunks.name}_gradients", heads, (*arrays, *known, *gradients))
+    name, given = f"recurrent_{chunks.name}_gradients", (*arrays, *known, *gradients)
+    found = _tiled(chunks, 1, kinds, name, heads, given) if _in_tiles() else _call(
+        derivative, kinds, name, heads, given)
     whole: list[jax.Array | None] = [None] * len(arrays)
     for i, x in zip(real, found, strict=True):
         groups = arrays[i].shape[2]
@@ -95,6 +106,16 @@ def _backward(chunks, heads, saved, gradients):
 
 
 by_chunk.defvjp(_forward, _backward)
+
+
+def _in_tiles() -> bool:
+    return (INTERPRET or mesh_context.platform()) in GPUS
+
+
+def _tiled(chunks, which, results, name, heads, arrays):
+    from jaxtrain.kernels import chunk_tiles  # what imports Triton
+
+    return chunk_tiles.call(chunks.tiled()[which], results, name, heads, arrays, interpret=bool(INTERPRET))
 
 
 def _split(blocks, count):
@@ -121,11 +142,11 @@ def _call(f: Callable[..., Sequence[jax.Array]], results: Sequence[Result], name
     cost = pl.CostEstimate(flops=math.prod(grid) * products(of_one.jaxpr), transcendentals=0,
                            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, *outs)))
     return pl.pallas_call(kernel, grid=grid, in_specs=[block(x) for x in arrays], out_specs=[block(x) for x in outs],
-                          out_shape=outs, name=name, cost_estimate=cost, interpret=INTERPRET)(*arrays)
+                          out_shape=outs, name=name, cost_estimate=cost, interpret=bool(INTERPRET))(*arrays)
 
 
 def products(jaxpr: Jaxpr) -> int:
-    """Return the FLOP of the products of matrices in a program; those of exact ones as often as TPUs multiply."""
+    """Return the FLOP of the products of matrices in a program; those of exact ones as often as devices multiply."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -133,7 +154,8 @@ def products(jaxpr: Jaxpr) -> int:
             left, out = eqn.invars[0].aval, eqn.outvars[0].aval
             assert isinstance(left, jax.core.ShapedArray) and isinstance(out, jax.core.ShapedArray)
             depth = math.prod(left.shape[i] for i in contracted)
-            passes = PASSES if eqn.params["precision"] else 1
+            precision = eqn.params["precision"]
+            passes = TF32_PASSES if precision is X3 else PASSES if precision else 1
             total += 2 * passes * depth * math.prod(out.shape)
         for inner in filter(None, (eqn.params.get("jaxpr"), eqn.params.get("call_jaxpr"))):
             total += eqn.params.get("length", 1) * products(getattr(inner, "jaxpr", inner))
@@ -147,8 +169,8 @@ def product(a: jax.Array, b: jax.Array, contracted: str = "10", *, exact: bool =
     All others are rounded as the device rounds products of float32.
     """
     dimensions = (((int(contracted[0]),), (int(contracted[1]),)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST if exact else None,
-                           preferred_element_type=F32)
+    precision = (X3 if mesh_context.platform() in GPUS else lax.Precision.HIGHEST) if exact else None
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=F32)
 
 
 def tokens(size: int) -> tuple[jax.Array, jax.Array]:
@@ -161,6 +183,12 @@ def column(row_1C: jax.Array) -> jax.Array:
     """Return a row [1, C] as a column [C, 1], by a sum: kernels cannot transpose numbers this narrow."""
     i, j = tokens(row_1C.shape[1])
     return jnp.where(i == j, row_1C, 0).sum(1, keepdims=True)
+
+
+def row(column_C1: jax.Array) -> jax.Array:
+    """Return a column [C, 1] as a row [1, C]."""
+    i, j = tokens(len(column_C1))
+    return jnp.where(i == j, column_C1, 0).sum(0, keepdims=True)
 
 
 def inverse(a: jax.Array) -> jax.Array:

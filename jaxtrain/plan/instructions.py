@@ -27,6 +27,7 @@ COUNTED = "counted="  # costs that were counted before (jaxtrain.plan.recorded)
 _EXACT = re.compile(r'operand_precision(?:":\["|=\{)high', re.IGNORECASE)  # products that round no operand
 _KERNELS = ("mosaic_gpu", "__gpu$xla.gpu.triton")  # what calls jaxtrain's kernels, by the name of the compiler
 _GROUPED = re.compile(r"grouped_matmul_(\d+)_rows")  # the name of kernels/grouped_matmul.py
+_TOLD = re.compile(r"recurrent_\w+_(\d+)_flop")  # the name of kernels/chunk_tiles.py
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _NAMED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPERATION = re.compile(r"\s*([a-z][a-z0-9\-]*)\(")
@@ -234,7 +235,8 @@ def _count(instruction: Instruction, made: Program) -> None:
                 instruction.inner = product if product is not instruction else None
                 instruction.attends, instruction.masked = _attends(product, made), "ScaleBias" in product.target
             first = 2 if product.target == "tpu_custom_call" else 0  # behind the tables of blocks
-            instruction.dtype = instruction.dtype or made.operand(product, first)[0]
+            in_tiles = product.own and _TOLD.search(product.path)  # whose products are TF32's
+            instruction.dtype = instruction.dtype or ("f32" if in_tiles else made.operand(product, first)[0])
             instruction.rounds = not _EXACT.search(product.text)
     if instruction.opcode in ("fusion", "fusion-start"):
         body = made.computations.get(instruction.called[0], [])
@@ -300,7 +302,10 @@ def _flops(instruction: Instruction, made: Program) -> float:
         both_ways = "cudnn_fmha_backend_config" in instruction.text and 'CAUSAL"' not in instruction.text
         pairs = T * keys[1] / (1 if both_ways or ("ScaleBias" in target and not window) else 2)
         return (5 if "Backward" in target else 2) * 2.0 * B * H * pairs * K
-    else:  # a kernel that says what it costs, as those of chunks do
+    elif instruction.own:
+        said = _TOLD.search(instruction.path)
+        return float(said[1]) if said else 0.0
+    else:  # a kernel that says what it costs, as those of chunks do on TPUs
         said = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.text)
         return float(said[1]) if said and target == "tpu_custom_call" else 0.0
     left = made.operand(instruction, 0)[1]

@@ -212,3 +212,22 @@ def test_a_grouped_matmul_counts_the_rows_that_exist(compiler):
     h100, mesh = TARGETS["h100"], {"data": 1}
     reached = [one.flops / Roofline(h100, code, mesh).computing(one, "matmul") for one in (forward, weights)]
     assert reached == pytest.approx([h100.efficiency["grouped"] * h100.peak["bfloat16"]] * 2)
+
+
+KERNEL_OF_CHUNKS = ('custom_call_target="__gpu$xla.gpu.triton", metadata={op_name='
+                    '"jit(step)/recurrent_delta_outputs_gradients_123456_flop/pallas_call"}')
+
+
+def test_a_kernel_of_chunks_tells_its_flop():
+    """By its name, as Triton's kernels keep no other record; its products are of float32, rounded to TF32."""
+    code = program(f"""HloModule jit_f
+
+ENTRY %main (k: bf16[2,1,4,64,128], y: f32[2,1,4,64,128]) -> f32[2,1,4,64,128] {{
+  %k = bf16[2,1,4,64,128]{{4,3,2,1,0}} parameter(0)
+  %y = f32[2,1,4,64,128]{{4,3,2,1,0}} parameter(1)
+  ROOT %kernel = f32[2,1,4,64,128]{{4,3,2,1,0}} custom-call(%k, %y), {KERNEL_OF_CHUNKS}
+}}
+""")
+    kernel, elements = code.instructions["kernel"], 2 * 4 * 64 * 128
+    assert (kernel.flops, kernel.dtype, kernel.rounds) == (123456, "f32", True)
+    assert kernel.bytes == (2 + 4 + 4) * elements

@@ -7,6 +7,8 @@ as they are. Between both, chunk_states.py passes the states.
 Shape suffixes: C tokens of a chunk, K key width, V value width. Decays g are [1, C] of a head, or [C, K] of channels.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 
 from jaxtrain.kernels.chunk_kernels import F32, Chunks, column, inverse, known_inverse, product, tokens
@@ -76,5 +78,11 @@ def _outputs_results(q, k, v, *_):
     return (v.shape[3:], v.dtype),
 
 
-MAPS = Chunks(_maps, _maps_results, "delta_maps", known=(3,))
-OUTPUTS = Chunks(_outputs, _outputs_results, "delta_outputs")
+def _tiles(name):
+    from jaxtrain.models.recurrent import delta_tiles  # only where GPUs run it
+
+    return getattr(delta_tiles, name), getattr(delta_tiles, f"{name}_gradients")
+
+
+MAPS = Chunks(_maps, _maps_results, "delta_maps", known=(3,), tiled=partial(_tiles, "maps"))
+OUTPUTS = Chunks(_outputs, _outputs_results, "delta_outputs", tiled=partial(_tiles, "outputs"))

@@ -3,12 +3,18 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.kernels import chunk_kernels
+from jaxtrain.kernels import chunk_kernels, chunk_tiles
 from jaxtrain.models.recurrent import delta_kernels
+from jaxtrain.plan import compiler, instructions, targets
+from jaxtrain.sharding import mesh_context
+from tests.kernels.interpreted import needs_mosaic
 from tests.models.recurrent import over_time
 from tests.models.recurrent.over_time import MIXERS, single
 from tests.models.recurrent.test_recurrent_mixers import TOLERANCE, TWO, Placed, compiled
@@ -18,7 +24,15 @@ from tests.tiers import slow
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(chunk_kernels, "INTERPRET", True)
+    monkeypatch.setattr(chunk_kernels, "INTERPRET", "tpu")
+
+
+@pytest.fixture
+def in_tiles(monkeypatch):
+    """The kernels for GPUs, with tiles of 4 channels: two of keys and three of values."""
+    monkeypatch.setattr(chunk_kernels, "INTERPRET", "gpu")
+    monkeypatch.setattr(chunk_tiles, "TILE", 4)
+    monkeypatch.setattr(chunk_tiles, "LEAST", 4)
 
 
 def by_kernels(name):
@@ -32,6 +46,12 @@ def test_kernels_have_the_numbers_of_a_loop_over_tokens(name, interpreted):
     """Output, last state and all gradients in float64; of documents in one row, behind a state, and of any decays."""
     f, args = by_kernels(name), single(over_time.drawn(name))
     assert "recurrent_delta_outputs_gradients" in str(jax.make_jaxpr(f)(*args))
+    assert over_time.worst(compiled(f, *args), over_time.truth(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gated_delta", *slow("kimi_delta")])
+def test_tiles_have_them_too(name, in_tiles):
+    f, args = by_kernels(name), single(over_time.drawn(name))
     assert over_time.worst(compiled(f, *args), over_time.truth(name)) < TOLERANCE
 
 
@@ -60,8 +80,47 @@ def test_what_is_refused():
 
     with pytest.raises(jt.UserError, match=r"^train\.recurrent_kernel: gpt2 has no Gated DeltaNet"):
         build("gpt2")
-    with pytest.raises(jt.UserError, match=r"^train\.recurrent_kernel: pallas runs on TPUs only, and this is for cpu"):
+    with pytest.raises(jt.UserError, match=r"^train\.recurrent_kernel: pallas runs on TPUs and NVIDIA GPUs only.* cpu"):
         build("qwen3_5")
+
+
+@pytest.mark.parametrize(("platform", "able"), [("tpu", True), ("cuda:8", True), ("cuda:10", True), ("cuda:7", False)])
+def test_where_they_run(platform, able):
+    with mesh_context.use(jt.make_mesh(devices=1), jt.rules(), platform):
+        assert chunk_kernels.choose_backend("auto") == "xla"
+        if able:
+            assert chunk_kernels.choose_backend("pallas") == "pallas"
+        else:
+            with pytest.raises(jt.UserError, match="compute capability below 8"):
+                chunk_kernels.choose_backend("pallas")
+
+
+@pytest.mark.exhaustive
+@needs_mosaic
+@pytest.mark.parametrize("target", ["h100", "a100", "b200"])
+def test_tiles_compile_for_gpus(target):
+    """Forward and backward, and what simulates the compiled program reads their FLOP from their names."""
+    described, _ = targets.parse(f"{target}x1")
+    try:
+        devices = compiler.devices_of(described, 1)
+    except jt.UserError as missing:
+        pytest.skip(f"{missing}")
+    at = NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), P())
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((1, 256, *shape), dtype, sharding=at)
+
+    def loss(q, k, v, g, beta):
+        return MIXERS["gated_delta"].whole(q, k, v, g, beta, kernel="pallas")[0].astype(jnp.float32).sum()
+
+    with mesh_context.use(jt.make_mesh(devices=1), jt.rules(), described.described), jax.set_mesh(at.mesh):
+        text = jax.jit(jax.grad(loss, range(5))).trace(
+            *(array(heads, 128) for heads in (2, 2, 4)), *(array(4, dtype=np.float32) for _ in range(2))).lower(
+            lowering_platforms=("cuda",)).compile().as_text()
+    made = instructions.program(text).instructions.values()
+    found = [one for one in made if "recurrent_delta" in one.path and one.own]
+    assert len(found) >= 4
+    assert all(one.flops > 0 and one.dtype == "f32" for one in found)
 
 
 def test_a_planner_knows_what_they_cost(interpreted):
