@@ -154,8 +154,9 @@ def test_kernels_compute_what_stands_in_for_them(case, interpreted, monkeypatch)
                  for other in range(n)]
         out, lse = functools.reduce(merge, parts)
         assert all(np.isfinite(x).all() for part in parts for x in part)
-        found = [packed_attention.part_gradients(mosaic_attention.WIDTHS, q, held[1][other], held[2][other], pull, lse,
-                                                 (out * pull).sum(-1), blocks.ranges(me, other), window, soft_cap) for other in range(n)]
+        found = [packed_attention.part_gradients(
+            mosaic_attention.WIDTHS, q, held[1][other], held[2][other], pull, lse, (out * pull).sum(-1),
+            blocks.ranges(me, other), window, soft_cap) for other in range(n)]
         outs.append(out)
         dqs.append(sum(dq for dq, *_ in found))
         dkvs = [np.asarray(dkv) + so_far for (_, *dkv), so_far in zip(

@@ -40,8 +40,8 @@ def attention(kernels: str, widths: tuple[int, ...], q_BTHK: jax.Array, k_BTGK: 
     """
     (B, T, _, K), width = q_BTHK.shape, v_BTGK.shape[-1]
     seen = bounds(jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT, window, -T % BLOCK)
-    q_BTHK, k_BTGK, v_BTGK = (
-        _padded(x, need, widths) for x, need in ((q_BTHK, K), (k_BTGK, K), (v_BTGK, width if kernels == "triton" else K)))
+    of_values = width if kernels == "triton" else K
+    q_BTHK, k_BTGK, v_BTGK = (_padded(x, of, widths) for x, of in ((q_BTHK, K), (k_BTGK, K), (v_BTGK, of_values)))
     with jax.named_scope(f"window_{window}"):  # by this name jaxtrain.plan knows what the kernels compute
         out_BTHK = _attention((kernels, window, soft_cap, K**-0.5), q_BTHK, k_BTGK, v_BTGK, *seen, sinks_H)
     return out_BTHK[:, :T, :, :width]
