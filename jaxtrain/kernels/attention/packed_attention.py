@@ -154,7 +154,7 @@ def _kernels(options: Options, phase: str) -> tuple[ModuleType, Mapping[str, obj
     package = "jaxtrain.kernels.attention"
     interpret = importlib.import_module(f"{package}.{backend}_attention").interpretation()
     way = "forward" if phase == "fwd" else "backward"
-    return importlib.import_module(f"{package}.{backend}_{way}"), {
+    return importlib.import_module(f"{package}.packed.{backend}_{way}"), {
         "soft_cap": soft_cap, "scale": scale, "interpret": interpret, "name": f"{backend}_attention_{phase}"}
 
 

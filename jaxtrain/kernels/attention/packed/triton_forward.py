@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.kernels.attention.triton_tiles import Tiles, dot, kernel, load, log2_scores, sees, store
+from jaxtrain.kernels.attention.packed.triton_tiles import Tiles, dot, kernel, load, log2_scores, sees, store
 
 LOWEST = -1e30  # the greatest score of a query that has seen no key yet: finite, so that differences are numbers
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as gpu
 
-from jaxtrain.kernels.attention.mosaic_tiles import (
+from jaxtrain.kernels.attention.packed.mosaic_tiles import (
     COMPUTING,
     HEIGHT,
     ROWS,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.kernels.attention.triton_tiles import Tiles, dot, kernel, load, log2_scores, sees, slope, store
+from jaxtrain.kernels.attention.packed.triton_tiles import Tiles, dot, kernel, load, log2_scores, sees, slope, store
 
 
 def dq_tiles(width: int) -> Tiles:
