@@ -27,7 +27,7 @@ COUNTED = "counted="  # costs that were counted before (jaxtrain.plan.recorded)
 _EXACT = re.compile(r'operand_precision(?:":\["|=\{)high', re.IGNORECASE)  # products that round no operand
 _KERNELS = ("mosaic_gpu", "__gpu$xla.gpu.triton")  # what calls jaxtrain's kernels, by the name of the compiler
 _GROUPED = re.compile(r"grouped_matmul_(\d+)_rows")  # the name of kernels/grouped_matmul.py
-_TOLD = re.compile(r"recurrent_\w+_(\d+)_flop")  # the name of kernels/chunk_tiles.py
+_TOLD = re.compile(r"recurrent_\w+_(\d+)_flop")  # the name of kernels/chunks/chunk_tiles.py
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _NAMED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPERATION = re.compile(r"\s*([a-z][a-z0-9\-]*)\(")

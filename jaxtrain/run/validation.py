@@ -194,7 +194,7 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
                                soft_cap=config.model.attention_cap, packed=True, sinks=config.model.sinks,
                                key_len=keys or (queries if context > 1 else 0))
     if config.train.recurrent_kernel == "pallas":
-        from jaxtrain.kernels import chunk_kernels
+        from jaxtrain.kernels.chunks import chunk_kernels
 
         with mesh_context.use(mesh, rules, platform):
             chunk_kernels.check(config.model)

@@ -6,6 +6,7 @@ import pytest
 from jaxtrain.kernels import grouped_conformance as suite
 from jaxtrain.kernels import grouped_matmul
 from tests.kernels.interpreted import needs_mosaic
+from tools.device import grouped_conformance
 
 NAMED = pytest.mark.parametrize("name", suite.CASES)
 
@@ -61,7 +62,7 @@ def test_the_suite_sees_faults(fault):
 
 @pytest.mark.slow
 def test_it_is_a_command(capsys):
-    assert suite.main(["--backend=xla"]) == 0
+    assert grouped_conformance.main(["--backend=xla"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 * len(suite.CASES) and all(line.endswith(": right") for line in said)
 

@@ -11,7 +11,8 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from jaxtrain.kernels.chunk_kernels import F32, Chunks, column, inverse, known_inverse, product, tokens
+from jaxtrain.kernels.chunks.chunk_kernels import Chunks
+from jaxtrain.kernels.chunks.chunk_matrices import F32, column, inverse, known_inverse, product, tokens
 
 
 def _pairs(x_CK, k_CK, g):

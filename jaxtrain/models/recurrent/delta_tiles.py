@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.base.annotations import AnyArray
-from jaxtrain.kernels.chunk_kernels import F32, column, inverse, product, row, tokens
-from jaxtrain.kernels.chunk_tiles import by_tiles
+from jaxtrain.kernels.chunks.chunk_matrices import F32, column, inverse, product, row, tokens
+from jaxtrain.kernels.chunks.chunk_tiles import by_tiles
 
 Ref = AnyArray  # two dimensions of memory
 
 
 class _Chunk(NamedTuple):
-    """What is known of the tokens of a chunk besides keys and values."""
+    """The tokens of a chunk, without their keys and values."""
 
     g: Ref
     beta_C1: jax.Array

@@ -19,7 +19,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.kernels.chunk_kernels import by_chunk, choose_backend
+from jaxtrain.kernels.chunks.chunk_kernels import by_chunk, choose_backend
 from jaxtrain.models.recurrent import chunk_states, chunks, delta_kernels, unit_triangular
 from jaxtrain.models.recurrent import sequence_parts as parts
 

@@ -106,7 +106,7 @@ def test_auto_takes_it_where_else_there_is_a_mask_or_scores_in_memory():
         assert chosen("auto", platform) == "cudnn", "rows of one document need no mask"
         assert chosen("auto", platform, dtype=F32, packed=True) == "xla"
         assert chosen("auto", platform, packed=True, seq_len=64) == "cudnn", "a row is shorter than a tile"
-        assert chosen("auto", platform, packed=True, strategy="ring") == "xla"
+        assert chosen("auto", platform, packed=True, strategy="ring") == "cudnn"
         assert chosen("auto", platform, packed=True, key_len=8192) == "cudnn"
     assert chosen("auto", "cuda:7", packed=True) != "triton"
     assert chosen("auto", "cpu", packed=True) == "xla"

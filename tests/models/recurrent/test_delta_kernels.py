@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.kernels import chunk_kernels, chunk_tiles
+from jaxtrain.kernels.chunks import chunk_kernels, chunk_matrices, chunk_tiles
 from jaxtrain.models.recurrent import delta_kernels
 from jaxtrain.plan import compiler, instructions, targets
 from jaxtrain.sharding import mesh_context
@@ -130,4 +130,4 @@ def test_a_planner_knows_what_they_cost(interpreted):
     found = jax.make_jaxpr(delta_kernels.MAPS.function)(*shapes, jax.ShapeDtypeStruct((1, C), np.int32))
     exact = 2 * C**3 * (1 + 2 * 6)  # sums of logarithms, and six levels of the inverse
     others = 2 * (C * C * K + C * C * V + C * C * K + C * K * V)
-    assert chunk_kernels.products(found.jaxpr) == 6 * exact + others
+    assert chunk_matrices.products(found.jaxpr) == 6 * exact + others

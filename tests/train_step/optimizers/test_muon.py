@@ -90,7 +90,7 @@ def test_bfloat16_rounds_what_is_stored_and_nothing_else(shape):
 
 
 def test_steps_are_those_of_torch():
-    """Of torch.optim.Muon, recorded by muon_truth.py: its momentum is (1 - momentum) times ours, which nothing sees.
+    """The judge is torch.optim.Muon, recorded by muon_truth.py: its momentum is (1 - momentum) times ours, which nothing sees.
 
     torch rounds in other places, so both are as far from each other as two results in bfloat16.
     """

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxtrain.base.annotations import AnyArray, PyTree
-from jaxtrain.kernels.chunk_kernels import Result, products
+from jaxtrain.kernels.chunks.chunk_matrices import Result, products
 
 TILE = 32  # channels of a tile
 LEAST = 16  # sides that tensor cores multiply
