@@ -92,7 +92,8 @@ def test_bfloat16_rounds_what_is_stored_and_nothing_else(shape):
 def test_steps_are_those_of_torch():
     """The judge is torch.optim.Muon, recorded by muon_truth.py.
 
-    Its momentum is (1 - momentum) times ours, which changes no step. torch rounds in other places, so both are as far from each other as two results in bfloat16.
+    Its momentum is (1 - momentum) times ours, which changes no step. torch rounds in other places, so both
+    are as far from each other as two results in bfloat16.
     """
     want = json.loads(muon_truth.PATH.read_text())["steps"]
     c = OptimizerConfig(name="muon", weight_decay=muon_truth.DECAY, momentum=muon_truth.MOMENTUM)
