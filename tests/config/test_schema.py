@@ -80,7 +80,7 @@ def test_another_frameworks_key_leads_to_the_section_that_has_it(section, name, 
     ({}, {"train.precision": "bf16"}, "train.precision: 'bf16' is not supported; did you mean 'bfloat16'?"),
     ({}, {"pipeline.schedule": "dualpipe"}, "pipeline.schedule: 'dualpipe' is not supported; did you mean 'zb_v'?"),
     ({}, {"pipeline.schedule": "pipe"}, "pipeline.schedule: 'pipe' is not supported; did you mean 'gpipe'?"),
-    ({}, {"train.attention": "xl"}, "train.attention: 'xl' is not supported; known: auto, cudnn, mosaic, splash, xla"),
+    ({}, {"train.attention": "xl"}, "train.attention: 'xl' is not supported; known: auto, cudnn, mosaic, splash, triton, xla"),
     ({}, {"optimizer.learning_rate": "1,5"}, "optimizer.learning_rate: '1,5' is not a finite number; give a finite "
      "number"),
     ({"optimiser": {}}, {}, "optimiser: there is no such key; did you mean 'optimizer'?"),
