@@ -223,7 +223,7 @@ class TrainConfig:
     expert_buffer: float = number(1.25, least=0)
     # kernel of the experts' matrix products; auto: chosen by device, dtype and shapes
     grouped_matmul: str = choice("auto", "auto", "xla", "mosaic", "triton")
-    # kernel of what is within chunks of layers with a state; pallas: for TPUs and GPUs; auto: xla, as none ran it yet
+    # kernels for chunks in recurrent layers; pallas: for TPUs and NVIDIA GPUs; auto: xla, since no device ran them yet
     recurrent_kernel: str = choice("auto", "auto", "xla", "pallas")
     # activations of a layer that are kept for the backward pass; the others are recomputed. "none": keep all; "full":
     # only the layer's input; "dots": also the results of matmuls; "attention": also the output of attention;
@@ -233,8 +233,8 @@ class TrainConfig:
     unroll: int = at_most(-1, 10_000, least=-1, fix="give a number of layers, 0 for all of them, or -1, which chooses")
     # number of chunks in which logits and loss of a micro-batch are computed, to save memory; 0: chosen by size
     loss_chunks: int = at_most(0, 2**20, least=0)
-    # what reads the logits for loss and gradient; triton: one kernel, which no device has run yet; auto: triton on
-    # NVIDIA GPUs since H100, in 16 bits, where the vocabulary is not split over devices
+    # what computes the loss and its gradient from the logits; triton: one kernel, for NVIDIA GPUs in 16 bits, where the
+    # vocabulary is not split over devices; auto: xla, because no device has run the kernel yet
     loss_kernel: str = choice("auto", "auto", "xla", "triton")
     z_loss: float = number(0.0, least=0)  # coefficient of the z-loss, the squared log-partition of the logits; 0: none
     # NEFTune: scale of the noise added to embeddings in training, such as 5; 0: none

@@ -154,7 +154,7 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
     if N % chunks:
         raise UserError("chunks", f"{chunks} does not divide the {N} tokens on a device", "give a divisor, or 0")
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
-    in_one_pass = gradients and not vocab_axes and triton_logits.chosen(kernel, x_BTD.dtype)
+    in_one_pass = gradients and not vocab_axes and triton_logits.chosen(kernel)
     over_vocab = partial(lax.psum, axis_name=vocab_axes) if vocab_axes else lambda value: value
     largest = partial(lax.pmax, axis_name=vocab_axes) if vocab_axes else lambda value: value
 

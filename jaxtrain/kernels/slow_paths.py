@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxtrain.base.narrow_formats import BLOCKS
 from jaxtrain.kernels import grouped_matmul
-from jaxtrain.kernels.attention import choose_backend, cudnn_attention
+from jaxtrain.kernels.attention import choose_backend, cudnn_attention, triton_attention
 from jaxtrain.sharding import axis_rules, mesh_context
 
 GPUS = ("gpu", "cuda")
@@ -35,8 +35,10 @@ def attention(asked: str, dtype: jnp.dtype, seq_len: int, head_dim: int, *, stra
         return (f"attention has no kernel here{wide}: {4e-9 * seq_len**2:.2g} GB of scores in memory for each head of "
                 f"a row of {seq_len:,} tokens")
     if backend == "cudnn" and packed and not in_parts and seq_len < cudnn_attention.LONG:
+        other = "" if triton_attention.refusal(platform, dtype, seq_len, head_dim, soft_cap) else (
+            "; train.attention=triton computes only what is seen, but no device has run it yet")
         return (f"attention of packed rows computes all pairs of tokens{wide}: twice what causal attention needs, and "
-                f"a mask of {2e-9 * seq_len**2:.2g} GB for each row of {seq_len:,} tokens")
+                f"a mask of {2e-9 * seq_len**2:.2g} GB for each row of {seq_len:,} tokens{other}")
     return ""
 
 

@@ -24,20 +24,26 @@ NAME = "loss_of_logits"
 LOWEST = -1e30  # the greatest logit of none: finite, so that differences are numbers
 
 
-def chosen(asked: str, dtype: jnp.dtype) -> bool:
-    """Return whether `train.loss_kernel` selects the kernel here, for gradients of this dtype.
+def chosen(asked: str) -> bool:
+    """Return whether `train.loss_kernel` selects the kernel here: not by `auto`, as no device has run it yet.
 
-    It is not for arrays that the compiler splits over devices, nor, by `auto`, for caches smaller than Hopper's.
+    It is not for arrays that the compiler splits over devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     split = any(size > 1 and axis not in mesh.manual_axes for axis, size in mesh.shape.items())
-    here = mesh_context.platform() in ("gpu", "cuda") and _has_triton()
-    able = INTERPRET or (here and dtype in (jnp.bfloat16, jnp.float16)
-                         and mesh_context.compute_capability() >= (9 if asked == "auto" else 8))
-    if asked == "triton" and not able:
+    return asked == "triton" and not split
+
+
+def check(dtype: jnp.dtype, vocabulary_parts: int) -> None:
+    """Raise a UserError if it cannot compute gradients of this dtype here, or logits of a vocabulary in so many parts.
+    """
+    here = mesh_context.platform() in ("gpu", "cuda") and mesh_context.compute_capability() >= 8 and _has_triton()
+    if not INTERPRET and not (here and dtype in (jnp.bfloat16, jnp.float16)):
         raise UserError("train.loss_kernel", "the triton kernel runs on NVIDIA GPUs since compute capability 8 (A100), "
                         "in bfloat16 or float16, where JAX has Triton in Pallas", "use 'auto' or 'xla'")
-    return asked != "xla" and able and not split
+    if vocabulary_parts > 1:
+        raise UserError("train.loss_kernel", "the triton kernel reads whole rows of logits, and the mesh splits the "
+                        f"vocabulary in {vocabulary_parts}", "use 'auto' or 'xla'")
 
 
 @cache
@@ -67,7 +73,7 @@ def loss_and_gradient(logits_NV: jax.Array, target_N: jax.Array, weight_N: jax.A
             mask = column < V if V % COLUMNS else None
             place = (n, pl.ds(i * COLUMNS, COLUMNS))
             raw = triton.load(logits.at[place], mask=mask, other=None if mask is None else -jnp.inf)
-            return (cap * jnp.tanh(raw / cap) if cap else raw), column == goal, column < V, place
+            return (cap * jnp.tanh(raw / cap) if cap else raw), (column == goal) & (column < V), column < V, place
 
         def statistics(i, carry):
             top, total, wanted = carry

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.remat_policies import policies
 from jaxtrain.config.schema import MeshConfig, TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.biased_heads import for_head
@@ -21,7 +22,7 @@ from jaxtrain.models import training_noise
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.heads.scalar_head import ScalarHead
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
-from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
+from jaxtrain.models.rematerialization import cut, layers_at_once
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
 from jaxtrain.sharding import activations
 
@@ -104,7 +105,7 @@ class Decoder(nnx.Module):
         """
         self.embed, self.positions, self.rotary = embed, positions, rotary
         stack = partial(Stack, unroll=compute.unroll, rngs=rngs)
-        kept = wraps("none" if grouped else compute.remat, num_layers, compute.unroll)
+        kept = policies("none" if grouped else compute.remat, num_layers)
 
         self.first_blocks = stack(first, num_first, remat=cut(kept, 0, num_first),
                                   after=num_layers - num_first) if first and num_first else None

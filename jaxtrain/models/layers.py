@@ -19,10 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxtrain.base.annotations import AnyArray
+from jaxtrain.config.remat_policies import Policy
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, squared_relu, swiglu
 from jaxtrain.models import layer_loop, training_noise
 from jaxtrain.models.attention.kv_cache import Aux, Cache
-from jaxtrain.models.rematerialization import Wrap
+from jaxtrain.models.rematerialization import Wrap, wrap
 from jaxtrain.parallel.vocab import lookup
 from jaxtrain.sharding import activations, contractions, products
 from jaxtrain.sharding.axis_rules import Names
@@ -287,12 +288,12 @@ class Stack(nnx.Module):
     """A stack of `num_layers` equal layers with stacked parameters, applied by `lax.scan`.
 
     A layer returns the activation and a dict of auxiliary values, which are returned stacked over layers. `unroll`
-    layers form one iteration of the loop (0: all, so no loop is left); `remat` says how so many layers each are
-    wrapped (models/rematerialization.py). Neither changes the parameters, so checkpoints fit either way.
+    layers form one iteration of the loop (0: all, so no loop is left); `remat` says what so many layers each
+    keep (models/rematerialization.py). Neither changes the parameters, so checkpoints fit either way.
     """
 
     def __init__(self, layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs,
-                 remat: Sequence[tuple[Wrap, int]] = (), unroll: int = 1, first: int = 0, after: int = 0):
+                 remat: Sequence[tuple[Policy, int]] = (), unroll: int = 1, first: int = 0, after: int = 0):
         """Make the parameters.
 
         Args:
@@ -300,11 +301,14 @@ class Stack(nnx.Module):
                 another layer of the same `kind`.
             after: how many layers another stack has behind these.
         """
-        self.remat, self.unroll, self.num_layers, self.first = tuple(remat), unroll, num_layers, first
+        self.unroll, self.num_layers, self.first = unroll, num_layers, first
         self.after = after
         keys = jax.random.split(rngs.params(), num_layers)
         self.layer = nnx.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
         self.numbered = getattr(self.layer, "numbered", False)
+        # Compilers make no loop over one layer, and of numbered ones several may be in an iteration, or one in none.
+        self.remat = tuple((wrap(policy, in_loop=unroll == 1 < count and not self.numbered), count)
+                           for policy, count in remat)
         for _, weight in nnx.iter_graph(self.layer):
             if isinstance(weight, nnx.Param):
                 weight.set_metadata(axes=("layers", *weight.get_metadata()["axes"]))
@@ -345,9 +349,9 @@ class Stack(nnx.Module):
         known = self.num_layers if self.numbered and slots is None else 0
         kinds = [cast(Any, self.layer).kind(self.first + n) for n in range(known)]
         parts, at = [], 0
-        for wrap, wide, count in [(self._wrap, None, 0)] if of_stage else self._parts(slots is None):
+        for own, wide, count in [(self._wrap, None, 0)] if of_stage else self._parts(slots is None):
             some = jax.tree.map(lambda a, at=at, count=count: a[at:at + count], given) if count else given
-            x, aux = layer_loop.loop(partial(step, wrap, wide), x, some, self.unroll,
+            x, aux = layer_loop.loop(partial(step, own, wide), x, some, self.unroll,
                                      kinds[at:at + count] if count else kinds, self.first + at)
             parts.append(aux)
             at += count

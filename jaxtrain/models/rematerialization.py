@@ -30,13 +30,8 @@ def layers_at_once(model: ModelConfig, train: TrainConfig, platform: str, pipeli
     return 0 if pays and kind in ("gpu", "cuda") else 1
 
 
-def wraps(remat: str, layers: int, unroll: int) -> list[tuple[Wrap, int]]:
-    """Return how to wrap the layers of a stack, in order, and how many of them each time."""
-    return [(wrap(policy, in_loop=unroll == 1), count) for policy, count in policies(remat, layers)]
-
-
-def cut(kept: list[tuple[Wrap, int]], begin: int, end: int) -> list[tuple[Wrap, int]]:
-    """Return the part of `wraps` that is for the layers from `begin` to `end`."""
+def cut(kept: list[tuple[Policy, int]], begin: int, end: int) -> list[tuple[Policy, int]]:
+    """Return the part of `policies` that is for the layers from `begin` to `end`."""
     found, at = [], 0
     for one, count in kept:
         here = min(at + count, end) - max(at, begin)

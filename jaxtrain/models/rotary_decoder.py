@@ -7,6 +7,7 @@ from typing import Any
 from flax import nnx
 
 from jaxtrain.config.decoder_config import DecoderConfig, RotaryConfig
+from jaxtrain.config.remat_policies import policies
 from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder
@@ -15,7 +16,7 @@ from jaxtrain.models.heads.biased_head import BiasedHead
 from jaxtrain.models.heads.multi_token_prediction import MTPHead
 from jaxtrain.models.layer_groups import Group
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
-from jaxtrain.models.rematerialization import wraps
+from jaxtrain.models.rematerialization import wrap
 
 # (deviation of the weights of its output, random keys) -> a module; called with `out_std=` and `rngs=`
 Part = Callable[..., nnx.Module]
@@ -82,16 +83,16 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
     period = [layer(first + n, experts if c.experts.num and (n + 1) % c.experts.every == 0 else mlp)
               for n in range(c.period)]
     # One iteration has the layers of a period: a layer must not be computed again before its gradients are due.
-    keeps = wraps(compute.remat, c.stacked_layers, compute.unroll if c.period == 1 else 0)
+    keeps = wrap(policies(compute.remat, c.stacked_layers)[-1][0])
     further = layer(c.num_layers - 1, experts if c.experts.num else mlp, ahead) if ahead else period[-1]
     made = decoder(
         embed or Embed(c.vocab_size, c.embed_dim, rngs=rngs),
-        partial(Group, period, keeps[-1][0]) if c.period > 1 else period[0], c.stacked_layers, norm(rngs=rngs),
+        partial(Group, period, keeps) if c.period > 1 else period[0], c.stacked_layers, norm(rngs=rngs),
         rotary=rotary,
         head=None if c.tied_embeddings else (BiasedHead if c.head_bias else Head)(c.vocab_size, c.embed_dim, rngs=rngs),
         first=layer(0, mlp), num_first=first, grouped=c.period > 1,
         ahead=(partial(MTPHead, c.embed_dim, norm, further, depth=c.multi_token_layers,
-                       remat=wraps(compute.remat, c.stacked_layers, 0)[-1][0]) if c.multi_token_loss else None),
+                       remat=keeps) if c.multi_token_loss else None),
         compute=compute, rngs=rngs,
     )
     made.mtp_after_norm = c.mtp_after_norm

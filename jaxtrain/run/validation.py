@@ -193,6 +193,11 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
                 choose_backend(config.train.attention, kind, dtype, queries, head_dim,
                                soft_cap=config.model.attention_cap, packed=True, sinks=config.model.sinks,
                                key_len=keys or (queries if context > 1 else 0))
+    if config.train.loss_kernel == "triton":
+        from jaxtrain.kernels import triton_logits
+
+        with mesh_context.use(mesh, rules, platform):
+            triton_logits.check(dtype, axis_rules.shards(rules["act_vocab"], mesh))
     if config.train.recurrent_kernel == "pallas":
         from jaxtrain.kernels.chunks import chunk_kernels
 

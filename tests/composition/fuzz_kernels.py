@@ -43,7 +43,7 @@ def draw(rng: random.Random) -> dict[str, Any]:
     later = random.Random(f"wide {sorted(keys.items())}")  # added later: others stay as drawn
     if keys["family"] != "deepseek_v3" and later.random() < 0.2:
         keys |= {"model.head_dim": later.choice((136, 256))}
-    return keys | {"train.loss_kernel": later.choice(("auto", "xla"))}
+    return keys | {"train.loss_kernel": later.choice(("triton", "xla"))}
 
 
 def interpret() -> None:

@@ -120,7 +120,8 @@ def test_one_kernel_makes_loss_and_gradient_of_the_logits(mesh, cap, monkeypatch
     """Pallas's interpreter runs it; where the vocabulary is split over devices, plain operations compute."""
     monkeypatch.setattr(triton_logits, "INTERPRET", True)
     monkeypatch.setattr(triton_logits, "COLUMNS", 128)  # more than there are
-    close(value_and_grad(inputs(), MESHES[mesh], chunks=4, z_loss=1e-2, cap=cap), plain(1e-2, cap), 1e-5)
+    got = value_and_grad(inputs(), MESHES[mesh], chunks=4, z_loss=1e-2, cap=cap, kernel="triton")
+    close(got, plain(1e-2, cap), 1e-5)
 
 
 @pytest.mark.parametrize("columns", [32, 16])
@@ -128,12 +129,12 @@ def test_the_kernel_reads_rows_in_parts(columns, monkeypatch):
     monkeypatch.setattr(triton_logits, "INTERPRET", True)
     monkeypatch.setattr(triton_logits, "COLUMNS", columns)
     x, head, targets, weights = inputs()
-    uneven = head[:, :V - 7], np.minimum(targets, V - 8)
+    # Tokens that are ignored have targets beyond the vocabulary.
+    uneven = head[:, :V - 7], np.where(weights == 0, V - 6, np.minimum(targets, V - 8))
     given = (x, uneven[0], uneven[1], weights)
-    got = value_and_grad(given, {}, z_loss=1e-2)
-    monkeypatch.setattr(triton_logits, "INTERPRET", False)
+    got = value_and_grad(given, {}, z_loss=1e-2, kernel="triton")
     close(got, value_and_grad(given, {}, z_loss=1e-2), 1e-6)
-    large = value_and_grad((x * 1e3, *given[1:]), {})
+    large = value_and_grad((x * 1e3, *given[1:]), {}, kernel="triton")
     assert all(np.isfinite(one).all() for one in large), "large logits overflow"
 
 
@@ -142,23 +143,28 @@ def test_the_kernel_loses_no_more_of_bfloat16_than_plain_operations(monkeypatch)
     rounded = jnp.bfloat16(x), jnp.bfloat16(head)
     exact = value_and_grad((*(np.asarray(a, np.float32) for a in rounded), targets, weights), {})
     off = {}
-    for interpret in (False, True):
-        monkeypatch.setattr(triton_logits, "INTERPRET", interpret)
-        got = value_and_grad((*rounded, targets, weights), {}, chunks=2)
-        off[interpret] = [np.square(a - b).mean() for a, b in zip(got, exact, strict=True)]
-    np.testing.assert_allclose(off[True][1:3], off[False][1:3], rtol=1e-3)
+    monkeypatch.setattr(triton_logits, "INTERPRET", True)
+    for kernel in ("xla", "triton"):
+        got = value_and_grad((*rounded, targets, weights), {}, chunks=2, kernel=kernel)
+        off[kernel] = [np.square(a - b).mean() for a, b in zip(got, exact, strict=True)]
+    np.testing.assert_allclose(off["triton"][1:3], off["xla"][1:3], rtol=1e-3)
 
 
 def test_where_the_kernel_serves():
-    def chosen(platform, dtype=jnp.bfloat16, asked="auto"):
+    def check(platform, dtype=jnp.bfloat16, parts=1):
         with mesh_context.use(jt.make_mesh(devices=1), jt.rules("fsdp_tp"), platform):
-            return triton_logits.chosen(asked, jnp.dtype(dtype))
+            triton_logits.check(jnp.dtype(dtype), parts)
 
-    assert chosen("cuda:9") and chosen("cuda:10", jnp.float16) and chosen("cuda:8", asked="triton")
-    assert not any(chosen(platform) for platform in ("cpu", "tpu", "cuda:8")) and not chosen("cuda:9", jnp.float32)
-    assert not chosen("cuda:9", asked="xla")
-    with pytest.raises(UserError, match=r"train\.loss_kernel: the triton kernel runs on NVIDIA GPUs since"):
-        chosen("cpu", asked="triton")
+    assert [triton_logits.chosen(asked) for asked in ("auto", "xla", "triton")] == [False, False, True]
+    check("cuda:8")
+    check("cuda:10", jnp.float16)
+    for platform, dtype in (*((one, jnp.bfloat16) for one in ("cpu", "tpu", "cuda:7")), ("cuda:9", jnp.float32)):
+        with pytest.raises(UserError, match=r"train\.loss_kernel: the triton kernel runs on NVIDIA GPUs since"):
+            check(platform, dtype)
+    with pytest.raises(UserError, match="the mesh splits the vocabulary in 2"):
+        check("cuda:9", parts=2)
+    with pytest.raises(UserError, match=r"train\.loss_kernel: the triton"):
+        jt.build(jt.load_config("configs/gpt.py:tiny", {"train.loss_kernel": "triton"}), devices=1)
 
 
 @pytest.mark.parametrize("mesh", ["one", "both"])

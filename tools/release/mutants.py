@@ -71,8 +71,9 @@ MUTANTS = {
         "models/experts/router.py", "weights_BTK /= weights_BTK.sum(-1, keepdims=True) + c.sum_eps", "pass",
         ("tests/numerics/test_experts.py",)),
     "ring_attention_sees_the_future": Mutant(
-        "parallel/context.py", "lax.cond(source < device, lambda: work(every, early), lambda: work(late, every))",
-        "lax.cond(source > device, lambda: work(every, early), lambda: work(late, every))",
+        "parallel/ring.py",
+        "lax.cond(source < lax.axis_index(AXIS), lambda: work(every, early), lambda: work(late, every))",
+        "lax.cond(source > lax.axis_index(AXIS), lambda: work(every, early), lambda: work(late, every))",
         ("tests/parallel/test_context.py",)),
     "pipeline_loses_a_gradient": Mutant(
         "parallel/pipeline/stage.py", "return add(grads, pull(dx)[0])", "return grads",

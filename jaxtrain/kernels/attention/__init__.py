@@ -25,7 +25,7 @@ KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
 # Each is a module that is imported when it is asked for; it says, as `refusal`, why it cannot compute something.
 BACKENDS = ("xla", "cudnn", "mosaic", "triton", "splash")
 PACKED = ("mosaic", "triton")  # of those, by kernels of packed_attention.py
-_GPU = ("mosaic", "triton", "cudnn")
+_GPU = ("mosaic", "cudnn", "triton")
 _KERNELS = {"gpu": _GPU, "cuda": _GPU, "tpu": ("splash",)}  # of which auto chooses the first that can
 
 
@@ -54,9 +54,9 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
               or (not causal and bool(activations.axes_over("seq"))))
     packed = segments_BT is not None and (causal or segments_BT.dtype != bool)
     window = window if causal else BOTH_WAYS
-    backend = choose_backend(backend, mesh_context.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3],
-                             soft_cap=soft_cap, packed=packed, sinks=sinks_H is not None,
-                             key_len=k_BSGK.shape[1] if others else 0)
+    backend = choose_backend(backend, mesh_context.platform(), q_BTHK.dtype, q_BTHK.shape[1],
+                             max(q_BTHK.shape[3], v_BSGK.shape[3]), soft_cap=soft_cap, packed=packed,
+                             sinks=sinks_H is not None, key_len=k_BSGK.shape[1] if others else 0)
     repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
     by_group = backend == "xla" and not causal and repeats > 1 and bool(activations.axes_over("seq"))
     if by_group or activations.split_by("act_heads") != activations.split_by("act_kv_heads"):
@@ -106,9 +106,9 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
     """Return the backend that `train.attention` selects here; raises UserError if it cannot do this.
 
     `strategy`: how attention crosses the parts of a sequence; "" if every device has whole ones. `packed`: whether rows
-    may hold several documents. For those `auto` prefers `mosaic` and then `triton`: with a mask cuDNN computes all
-    pairs of tokens. It also takes them for what cuDNN cannot compute, such as `sinks`. `key_len`: how many keys there
-    are, where they are others than the queries' own tokens.
+    may hold several documents. For those `auto` prefers `mosaic`: with a mask cuDNN computes all pairs of tokens. It
+    also takes it, or else `triton`, which no device has run yet, for what cuDNN cannot compute, such as `sinks`.
+    `key_len`: how many keys there are, where they are others than the queries' own tokens.
     """
     alone = None if strategy in ("", "ulysses") else {
         "ring": ("mosaic", "cudnn", "splash"), "gather": ("cudnn",)}[strategy]

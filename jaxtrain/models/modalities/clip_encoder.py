@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.modality_families import ClipsConfig
+from jaxtrain.config.remat_policies import policies
 from jaxtrain.models.attention.rotary import Rotary, frequencies
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm, Stack, SwiGLU, param
-from jaxtrain.models.rematerialization import cut, wraps
+from jaxtrain.models.rematerialization import cut
 from jaxtrain.parallel.cut_rows import whole_rows
 from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.sharding import activations
@@ -38,7 +39,7 @@ class ClipEncoder(nnx.Module):
 
         self.project = Linear("btn,nd->btd", (BANDS, c.embed_dim), (None, "embed"), RESIDUAL, bias=True, rngs=rngs)
         self.blocks = Stack(block, c.num_layers, unroll=compute.unroll, rngs=rngs,
-                            remat=cut(wraps(compute.remat, c.num_layers, compute.unroll), 0, c.num_layers))
+                            remat=cut(policies(compute.remat, c.num_layers), 0, c.num_layers))
         self.norm, self.rotary = norm(rngs=rngs), Rotary(frequencies(c.head_dim, c.rope_theta))
         self.labels = param(rngs, (c.embed_dim, c.labels), ("embed", None), compute_dtype="float32")
 

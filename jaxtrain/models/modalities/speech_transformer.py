@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.modality_families import SILENCE, WhisperConfig
+from jaxtrain.config.remat_policies import policies
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.gelus import exact_gelu
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
@@ -36,7 +37,6 @@ from jaxtrain.models.layers import (
     Stack,
     positioned,
 )
-from jaxtrain.models.rematerialization import wraps
 from jaxtrain.sharding import activations
 
 if TYPE_CHECKING:
@@ -114,13 +114,13 @@ class Whisper(nnx.Module):
                                          compute_dtype="", update="")
         stack = partial(Stack, unroll=compute.unroll, rngs=rngs)
         self.encoder_blocks = stack(lambda rngs: EncoderBlock(c, compute, rngs), c.encoder_layers,
-                                    remat=wraps(compute.remat, c.encoder_layers, compute.unroll))
+                                    remat=policies(compute.remat, c.encoder_layers))
         self.encoder_norm = _norm(c, rngs)
         self.ctc = Head(c.vocab_size, c.embed_dim, rngs=rngs) if c.ctc_weight else None
         self.embed = Embed(c.vocab_size, c.embed_dim, rngs=rngs)
         self.positions = LearnedPositions(c.max_seq_len, c.embed_dim, rngs=rngs)
         self.blocks = stack(lambda rngs: DecoderBlock(c, compute, rngs), c.num_layers,
-                            remat=wraps(compute.remat, c.num_layers, compute.unroll))
+                            remat=policies(compute.remat, c.num_layers))
         self.norm = _norm(c, rngs)
 
     def encode(self, features_BMC: jax.Array, valid_BM: jax.Array | None = None) -> jax.Array:

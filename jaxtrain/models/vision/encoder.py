@@ -8,12 +8,13 @@ from functools import partial
 import jax
 from flax import nnx
 
+from jaxtrain.config.remat_policies import policies
 from jaxtrain.kernels.functions import gelu
 from jaxtrain.kernels.gelus import exact_gelu, quick_gelu
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute
 from jaxtrain.models.layers import INSIDE, GeluMLP, LayerNorm, Stack
-from jaxtrain.models.rematerialization import cut, wraps
+from jaxtrain.models.rematerialization import cut
 from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.sharding import activations
 
@@ -40,7 +41,7 @@ class Encoder(nnx.Module):
                                  rngs=rngs),
                          partial(GeluMLP, dim, mlp_dim, out_std=out_std, rngs=rngs, kind=GELUS[kind]))
 
-        remat = cut(wraps(compute.remat, layers, compute.unroll), 0, layers)
+        remat = cut(policies(compute.remat, layers), 0, layers)
         self.blocks = Stack(block, layers, remat=remat, unroll=compute.unroll, rngs=rngs)
         self.norm = LayerNorm(dim, eps, rngs=rngs)
 

@@ -99,9 +99,9 @@ def chosen(asked, platform, dtype=BF16, seq_len=4096, head_dim=128, strategy="",
                                         key_len=key_len, **how)
 
 
-def test_auto_takes_it_where_else_there_is_a_mask_or_scores_in_memory():
+def test_auto_takes_it_where_else_there_are_scores_in_memory():
     for platform in (A100, B200):
-        assert chosen("auto", platform, packed=True) == chosen("auto", platform, packed=True, head_dim=256) == "triton"
+        assert chosen("auto", platform, packed=True) == "cudnn", "no device has run these kernels"
         assert chosen("auto", platform, soft_cap=30.0) == chosen("auto", platform, sinks=True) == "triton"
         assert chosen("auto", platform) == "cudnn", "rows of one document need no mask"
         assert chosen("auto", platform, dtype=F32, packed=True) == "xla"
@@ -110,7 +110,6 @@ def test_auto_takes_it_where_else_there_is_a_mask_or_scores_in_memory():
         assert chosen("auto", platform, packed=True, key_len=8192) == "cudnn"
     assert chosen("auto", "cuda:7", packed=True) != "triton"
     assert chosen("auto", "cpu", packed=True) == "xla"
-    assert chosen("auto", H100, packed=True, head_dim=32) == "triton"  # mosaic would pad them to twice their width
 
 
 @pytest.mark.parametrize(("platform", "keys", "word"), [
