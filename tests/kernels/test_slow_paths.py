@@ -28,7 +28,7 @@ def run_of(platform, config="llama3_8b.py:tiny", devices=2, **keys):
 
 @pytest.mark.parametrize(("platform", "keys", "said"), [
     ("cpu", {}, []), ("cuda:10", dict(data__cross_document_attention=True), []),
-    ("cuda:10", dict(data__seq_len=128, model__max_seq_len=128), ["; train.attention=triton computes only what is seen"]),
+    ("cuda:10", dict(data__seq_len=128, model__max_seq_len=128), ["; train.attention=triton computes only what is"]),
     ("cuda:10", {}, ["packed rows computes all pairs"]),  # of 64 tokens, less than a tile
     ("cuda:10", dict(model__head_dim=264), ["no kernel here (heads of 264 are over 256)"]),
     ("cuda:10", dict(train__precision="float32"), ["attention has no kernel here: 1.6e-05 GB"]),
