@@ -126,6 +126,7 @@ def stood_in(monkeypatch):
         monkeypatch.setattr(packed_attention, name, one)
 
 
+@needs_mosaic
 @pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])],
                          ids=str)
 def test_the_ring_by_kernels_has_the_numbers_of_one_device(case, stood_in):

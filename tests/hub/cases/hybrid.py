@@ -17,8 +17,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
     "qwen3_5": ("qwen3_5_text", _DELTA | {
         "layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 0.5}),
     "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA | _GATED_EXPERTS | {
-        "rms_norm_eps": 1e-1, "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+        "rms_norm_eps": 1e-1, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
     "qwen3_next": ("qwen3_next", _DELTA | _GATED_EXPERTS | {
         "rms_norm_eps": 1e-1, "full_attention_interval": 2, "mlp_only_layers": [], "norm_topk_prob": False,
         "partial_rotary_factor": 0.5}),
