@@ -199,7 +199,7 @@ def test_a_compiler_that_is_known_to_be_wrong_is_not_used(monkeypatch, cuda, ins
 
 def test_older_versions_of_jax_refuse(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert chosen("auto", H100, seq_len=LONG) == "triton"
+    assert chosen("auto", H100, seq_len=LONG) == "cudnn"
     with pytest.raises(UserError, match=r"it needs JAX 0\.11 or newer"):
         chosen("mosaic", H100)
 
