@@ -167,8 +167,8 @@ def chosen(asked, platform, dtype=BF16, seq_len=4096, head_dim=128, strategy="",
 
 @needs_mosaic
 @pytest.mark.parametrize(("platform", "keys", "word", "instead"), [
-    ("cuda:8", {}, r"compute capability 9 \(H100, H200\) only", "triton"),
-    ("cuda:10", {}, r"compute capability 9 \(H100, H200\) only", "triton"),
+    ("cuda:8", {}, r"compute capability 9 \(H100, H200\) only", "cudnn"),
+    ("cuda:10", {}, r"compute capability 9 \(H100, H200\) only", "cudnn"),
     ("tpu", {}, r"compute capability 9 \(H100, H200\) only", "splash"),
     (H100, dict(dtype=F32), "bfloat16 or float16, not float32", "xla"),
     (H100, dict(head_dim=272), "head_dim=272 is not 64 to 256", "xla"),
@@ -191,7 +191,7 @@ def test_auto_takes_it_for_packed_rows_on_hopper():
 
 @needs_mosaic
 @pytest.mark.parametrize(("cuda", "instead"), [
-    (12060, "mosaic"), (12080, "triton"), (12090, "triton"), (13000, "mosaic")])
+    (12060, "mosaic"), (12080, "cudnn"), (12090, "cudnn"), (13000, "mosaic")])
 def test_a_compiler_that_is_known_to_be_wrong_is_not_used(monkeypatch, cuda, instead):
     monkeypatch.setattr(mosaic_attention, "_cuda_version", lambda: cuda)
     assert chosen("auto", H100, seq_len=LONG) == instead
