@@ -9,8 +9,7 @@ Shape suffixes: R rows, G groups, K and N the dimensions of a weight.
 """
 
 import importlib
-import importlib.util
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxtrain.base.triton_in_pallas import has_triton
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import mesh_context
 
@@ -118,15 +118,9 @@ def refusal(backend: str, dtype: jnp.dtype, rows: int = 0, dimensions: tuple[int
             f"the width {odd} is not a multiple of {DIMENSION}": odd},
         "triton": {
             "it runs on NVIDIA GPUs since compute capability 8 (A100) only": not interpreted and capability < 8,
-            f"JAX {jax.__version__} has no Triton in Pallas": not _has_triton(),
+            f"JAX {jax.__version__} has no Triton in Pallas": not has_triton(),
             wide: is_wide}}
     return next((reason for reason, applies in reasons.get(backend, {}).items() if applies), "")
-
-
-@cache
-def _has_triton() -> bool:
-    """Return whether this JAX still has what it has announced to remove."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 # ------------------------------------------------------------------------------------- the three products, with kernels

@@ -7,8 +7,6 @@ second reading goes backwards, so that this holds for rows that the cache cannot
 Shape suffixes: N tokens, V vocabulary.
 """
 
-import importlib.util
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -37,19 +35,15 @@ def chosen(asked: str) -> bool:
 def check(dtype: jnp.dtype, vocabulary_parts: int) -> None:
     """Raise a UserError if it cannot compute gradients of this dtype here, or logits of a vocabulary in so many parts.
     """
-    here = mesh_context.platform() in ("gpu", "cuda") and mesh_context.compute_capability() >= 8 and _has_triton()
+    from jaxtrain.base.triton_in_pallas import has_triton
+
+    here = mesh_context.platform() in ("gpu", "cuda") and mesh_context.compute_capability() >= 8 and has_triton()
     if not INTERPRET and not (here and dtype in (jnp.bfloat16, jnp.float16)):
         raise UserError("train.loss_kernel", "the triton kernel runs on NVIDIA GPUs since compute capability 8 (A100), "
                         "in bfloat16 or float16, where JAX has Triton in Pallas", "use 'auto' or 'xla'")
     if vocabulary_parts > 1:
         raise UserError("train.loss_kernel", "the triton kernel reads whole rows of logits, and the mesh splits the "
                         f"vocabulary in {vocabulary_parts}", "use 'auto' or 'xla'")
-
-
-@cache
-def _has_triton() -> bool:
-    """Return whether this JAX still has what it has announced to remove."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def loss_and_gradient(logits_NV: jax.Array, target_N: jax.Array, weight_N: jax.Array, *, z_loss: float, cap: float,

@@ -158,7 +158,7 @@ def test_other_gpus_have_kernels_of_triton(platform, auto):
 
 
 def test_a_jax_without_triton_leaves_it_to_xla(monkeypatch):
-    monkeypatch.setattr(kernels, "_has_triton", lambda: False)
+    monkeypatch.setattr(kernels, "has_triton", lambda: False)
     assert chosen("auto", B200) == "xla"
     with pytest.raises(jt.UserError, match="has no Triton in Pallas"):
         chosen("triton", B200)

@@ -4,12 +4,11 @@ They serve A100, L40S, RTX and Blackwell, where cuDNN would compute all pairs of
 cannot compute at all. On CPUs Pallas interprets them.
 """
 
-import importlib.util
-from functools import cache
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.triton_in_pallas import has_triton
 from jaxtrain.kernels.attention import packed_attention
 from jaxtrain.sharding import mesh_context
 
@@ -23,17 +22,11 @@ def refusal(platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, soft_c
     reasons = {
         "it runs on NVIDIA GPUs since compute capability 8 (A100) only (and, interpreted, on CPUs)":
             platform != "cpu" and not here,
-        f"JAX {jax.__version__} has no Triton in Pallas": not _has_triton(),
+        f"JAX {jax.__version__} has no Triton in Pallas": not has_triton(),
         f"it computes in bfloat16 or float16, not {dtype}": here and dtype not in (jnp.bfloat16, jnp.float16),
         f"head_dim={head_dim} is over {WIDTHS[-1]}": head_dim > WIDTHS[-1],
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
-
-
-@cache
-def _has_triton() -> bool:
-    """Return whether this JAX still has what it has announced to remove."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments_BT: jax.Array | None, window: int,

@@ -122,7 +122,7 @@ def test_it_refuses_by_name_what_it_cannot_do(platform, keys, word):
 
 
 def test_a_jax_without_triton_leaves_it_to_others(monkeypatch):
-    monkeypatch.setattr(triton_attention, "_has_triton", lambda: False)
+    monkeypatch.setattr(triton_attention, "has_triton", lambda: False)
     assert chosen("auto", B200, packed=True) == "cudnn"
     with pytest.raises(UserError, match="has no Triton in Pallas"):
         chosen("triton", B200)
