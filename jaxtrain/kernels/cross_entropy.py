@@ -9,6 +9,7 @@ Shape suffixes: B batch, T sequence, N tokens, D embedding, V vocabulary.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,11 +100,16 @@ def _backward(z_loss, chunks, soft, temperature, caps, kernel, saved, g):
 _sums.defvjp(_forward, _backward)
 
 
-def run_head(x, head, targets, weights, teacher, options, gradients) -> tuple[jax.Array, ...]:
-    """Return sums over tokens (with z-loss and without), then the gradients of the former, then each token's loss."""
+def run_head(x, head, targets, weights, teacher, options, gradients, spread=()) -> tuple[Any, ...]:
+    """Return sums over tokens (with z-loss and without), then the gradients of the former, then each token's loss.
+
+    Args:
+        spread: of each token, the coefficient of the entropy of its prediction in the sum with z-loss; without
+            gradients, each token's entropy is returned last.
+    """
     local = partial(_local, options=options, gradients=gradients)
     if activations.activation_spec() is None:
-        return local(x, targets, weights, (head, *teacher[1:]), teacher[:1])
+        return local(x, targets, weights, (head, *teacher[1:]), teacher[:1], spread)
     batch, seq, vocab = map(activations.split_by, ("batch", "seq", "act_vocab"))
     batch_axes, vocab_axes = axis_rules.axes_of(batch) + axis_rules.axes_of(seq), axis_rules.axes_of(vocab)
     tokens, x_spec = P(batch, seq), P(batch, seq, None)
@@ -119,9 +125,9 @@ def run_head(x, head, targets, weights, teacher, options, gradients) -> tuple[ja
     sums_2, *more = activations.manual_region(
         partial(local, batch_axes=batch_axes, vocab_axes=vocab_axes,
                 row_axes=[axis_rules.axes_of(spec[0]) for spec in specs]),
-        in_specs=(x_spec, tokens, tokens, tuple(specs), (x_spec,) * len(teacher[:1])),
-        out_specs=(P(), x_spec, specs[0], tokens) if gradients else (P(), tokens),
-    )(x, targets, weights, tuple(map(jax.reshard, heads, specs)), teacher[:1])
+        in_specs=(x_spec, tokens, tokens, tuple(specs), (x_spec,) * len(teacher[:1]), (tokens,) * len(spread)),
+        out_specs=(P(), x_spec, specs[0], tokens) if gradients else (P(), tokens, *(tokens,) * len(spread)),
+    )(x, targets, weights, tuple(map(jax.reshard, heads, specs)), teacher[:1], spread)
     if gradients:
         more[1] = jax.reshard(more[1], jax.typeof(head).sharding.spec)
     return sums_2, *more
@@ -143,7 +149,7 @@ def _statistics(logits_NV: jax.Array, hit_NV: jax.Array) -> tuple[jax.Array, jax
     return lax.reduce((logits_NV, jnp.ones_like(logits_NV), wanted_NV), start, combine, (1,))
 
 
-def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_axes=(), row_axes=((), ()), *,
+def _local(x_BTD, targets_BT, weights_BT, heads, teacher, spread, batch_axes=(), vocab_axes=(), row_axes=((), ()), *,
            options, gradients) -> tuple[jax.Array, ...]:
     """Compute one device's share: its tokens against its part of the vocabulary."""
     z_loss, chunks, soft, temperature, (cap, teacher_cap), kernel = options
@@ -154,7 +160,7 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
     if N % chunks:
         raise UserError("chunks", f"{chunks} does not divide the {N} tokens on a device", "give a divisor, or 0")
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
-    in_one_pass = gradients and not vocab_axes and triton_logits.chosen(kernel)
+    in_one_pass = gradients and not vocab_axes and not spread and triton_logits.chosen(kernel)
     over_vocab = partial(lax.psum, axis_name=vocab_axes) if vocab_axes else lambda value: value
     largest = partial(lax.pmax, axis_name=vocab_axes) if vocab_axes else lambda value: value
 
@@ -182,36 +188,47 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
         pull_N = weight_N * temperature
         return temperature**2 * divergence_N, pull_N[:, None] * (jnp.exp(q_NV) - jnp.exp(p_NV))
 
+    def of_spread(logits_NV, pull_N):
+        """Return the entropy of each token's prediction, and its gradient with respect to the logits."""
+        lse_N, _ = log_partition(logits_NV, False)
+        probability_NV = jnp.exp(logits_NV - lse_N[:, None])
+        spread_N = lse_N - over_vocab((probability_NV * logits_NV).sum(-1))
+        return spread_N, -pull_N[:, None] * probability_NV * (logits_NV - (lse_N - spread_N)[:, None])
+
     def chunk(carry, inputs) -> tuple[tuple, PyTree]:
-        x_ND, target_N, weight_N, *teacher_NC = inputs
+        x_ND, target_N, weight_N, teacher_NC, pulls_N = inputs
         raw_NV = jnp.dot(x_ND, head_DV, preferred_element_type=F32)
         if in_one_pass:
             lse_N, correct_N, dlogits_NV = triton_logits.loss_and_gradient(
                 raw_NV, target_N, weight_N, z_loss=z_loss, cap=cap, dtype=x_ND.dtype)
             entropy_N = lse_N - correct_N
             loss_N = entropy_N + z_loss * jnp.square(lse_N)
-            return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV)
+            return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV, ())
         logits_NV = soft_capped(raw_NV, cap)
         loss_N, entropy_N, dlogits_NV = against_tokens(logits_NV, target_N, weight_N)
         for y_NC in teacher_NC:
             teacher_NV = soft_capped(jnp.dot(y_NC, teacher_head[0], preferred_element_type=F32), teacher_cap)
             other_N, dother_NV = against_teacher(logits_NV, teacher_NV, weight_N)
             loss_N, dlogits_NV = (1 - soft) * loss_N + soft * other_N, (1 - soft) * dlogits_NV + soft * dother_NV
+        spreads = [of_spread(logits_NV, pull_N) for pull_N in pulls_N]
+        dlogits_NV += sum(change_NV for _, change_NV in spreads)
         dlogits_NV = dlogits_NV * (1 - jnp.square(logits_NV / cap)) if cap else dlogits_NV
-        return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV.astype(x_ND.dtype))
+        return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV.astype(x_ND.dtype),
+                        tuple(spread_N for spread_N, _ in spreads))
 
-    def products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV) -> tuple[tuple, PyTree]:
+    def products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV, spread_N) -> tuple[tuple, PyTree]:
         """Add a chunk's sums, and what its gradient by logits makes of activations and weight."""
         sums_2, dhead_DV = carry
         sums_2 += jnp.stack([(weight_N * loss_N).sum(), (weight_N * entropy_N).sum()])
         if not gradients:
-            return (sums_2, dhead_DV), loss_N
+            return (sums_2, dhead_DV), (loss_N, *spread_N)
         dx_ND = over_vocab(jnp.dot(dlogits_NV, head_DV.T, preferred_element_type=F32)).astype(x_ND.dtype)
         dhead_DV = dhead_DV + jnp.dot(x_ND.T, dlogits_NV, preferred_element_type=F32)
         return (sums_2, dhead_DV), (dx_ND, loss_N)
 
     inputs = (x_BTD.reshape(chunks, -1, D), targets_BT.reshape(chunks, -1), weights_BT.reshape(chunks, -1),
-              *(y_BTC.reshape(chunks, -1, y_BTC.shape[-1]) for y_BTC in teacher))
+              tuple(y_BTC.reshape(chunks, -1, y_BTC.shape[-1]) for y_BTC in teacher),
+              tuple(pull_BT.reshape(chunks, -1) for pull_BT in spread))
     start: tuple = (jnp.zeros(2, F32), jnp.zeros((D, V), F32) if gradients else None)
     if chunks == 1:  # no loop, which is faster for small models on CPU
         (sums_2, dhead_DV), each = chunk(start, jax.tree.map(lambda a: a[0], inputs))
@@ -220,7 +237,7 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
     if batch_axes:
         sums_2 = lax.psum(sums_2, batch_axes)
     if not gradients:
-        return sums_2, each.reshape(weights_BT.shape)
+        return sums_2, *(x_N.reshape(weights_BT.shape) for x_N in each)
     dx, loss_N = each
     # A sum over tokens may be too large for float16 until the backward pass has divided it.
     dhead_DV = dhead_DV.astype(F32 if head_DV.dtype == jnp.float16 else head_DV.dtype)

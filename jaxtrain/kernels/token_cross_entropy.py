@@ -24,6 +24,16 @@ def token_cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Ar
     return _by_token(for_head(x_BTD, head_DV), head_DV, targets_BT, chunks, cap, kernel)
 
 
+@jax.named_scope("loss_head")
+def cross_entropy_and_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, *, chunks: int = 0,
+                              cap: float = 0.0, kernel: str = "auto", learnt: bool = True) -> tuple[jax.Array, jax.Array]:
+    """Return each token's cross-entropy, and the entropy of the model's prediction there, from the same logits.
+
+    Without `learnt`, the entropies have no gradient.
+    """
+    return _with_entropy(for_head(x_BTD, head_DV), head_DV, targets_BT, chunks, cap, kernel, learnt)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _by_token(x, head, targets, chunks, cap, kernel):
     ones = jnp.ones_like(targets, jnp.float32)
@@ -41,3 +51,23 @@ def _backward(chunks, cap, kernel, saved, g_BT):
 
 
 _by_token.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _with_entropy(x, head, targets, chunks, cap, kernel, learnt):
+    ones, options = jnp.ones_like(targets, jnp.float32), (0.0, chunks, 0.0, 1.0, (cap, 0.0), kernel)
+    return run_head(x, head, targets, ones, (), options, gradients=False, spread=(ones,))[1:]
+
+
+def _forward_with_entropy(x, head, targets, chunks, cap, kernel, learnt):
+    return _with_entropy(x, head, targets, chunks, cap, kernel, learnt), (x, head, targets)
+
+
+def _backward_with_entropy(chunks, cap, kernel, learnt, saved, pulls):
+    x, head, targets = saved
+    options = (0.0, chunks, 0.0, 1.0, (cap, 0.0), kernel)
+    _, dx, dhead, _ = run_head(x, head, targets, pulls[0], (), options, gradients=True, spread=pulls[1:] if learnt else ())
+    return dx, dhead.astype(head.dtype), None
+
+
+_with_entropy.defvjp(_forward_with_entropy, _backward_with_entropy)

@@ -27,7 +27,7 @@ from jaxtrain.train_step.state import Batch, Params, Skeleton
 
 ARRAYS = ("advantages", "sampled", "rewards", "answers")
 VALUES = ("returns", "values")  # with a value head
-METRICS = ("kl", "kl_sampled", "clipped", "logp")  # means over tokens
+METRICS = ("kl", "kl_sampled", "clipped", "logp", "entropy")  # means over tokens
 VALUE_METRICS = ("value_loss", "value_clipped")  # likewise, with a value head
 
 
@@ -78,7 +78,8 @@ class PolicyGradient(WithReference):
         arrays = {key: batch[key] for key in ("learnt", "segments", *self.arrays, REFERENCE) if key in batch}
         if self.settings.mask_truncated:
             arrays["positions"] = batch["positions"]
-        arrays["policy"] = self.logprobs(model, x_BTD, batch)
+        arrays["policy"], arrays["entropy"] = self.logprobs_and_entropies(
+            model, x_BTD, batch, learnt=self.settings.entropy > 0)
         if model.value_head is not None:
             arrays["expected"] = model.value_head(model.finish(x_BTD))
         return summed_over_rows(partial(_of_rows, self.settings), arrays)
@@ -87,7 +88,8 @@ class PolicyGradient(WithReference):
         """Return the mean reward, the mean length of answers, and means over the tokens that are trained on.
 
         `kl_sampled`: the divergence of the policy from the one that sampled; `clipped`: the share of tokens whose ratio
-        had no gradient, or with CISPO was cut. `explained_variance`: 1 where values are the returns, 0 where a constant
+        had no gradient, or with CISPO was cut; `entropy`: that of the policy's prediction of a token, in nats, at the
+        temperature of sampling. `explained_variance`: 1 where values are the returns, 0 where a constant
         is as good.
         """
         answers, tokens = (jnp.maximum(sums[name], 1e-8) for name in ("answers", "tokens_learnt"))
@@ -114,13 +116,16 @@ def _of_rows(c: RLConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, 
     if REFERENCE in batch:
         kl_BT = _divergence(jnp.where(learnt_BT > 0, batch[REFERENCE] - batch["policy"], 0))
         loss_BT += c.kl * kl_BT
+    if c.entropy:
+        loss_BT -= c.entropy * batch["entropy"]
     found = {}
     if c.value_head:
         value_BT, found = _value_loss(c, batch)
         loss_BT += c.value_loss * value_BT
     share_BT = {"dapo": learnt_BT, "grpo": learnt_BT / lengths_BT, "dr_grpo": learnt_BT / c.max_new_tokens}[c.loss]
     sampled_kl_BT = _divergence(jnp.where(learnt_BT > 0, batch["policy"] - batch["sampled"], 0))
-    found |= {"kl": kl_BT, "kl_sampled": sampled_kl_BT, "clipped": stuck_BT, "logp": batch["policy"]}
+    found |= {"kl": kl_BT, "kl_sampled": sampled_kl_BT, "clipped": stuck_BT, "logp": batch["policy"],
+              "entropy": batch["entropy"]}
     sums = {name: (learnt_BT * x_BT).sum() for name, x_BT in found.items()}
     sums |= {name: batch[name].sum() for name in ("rewards", "answers")} | {"tokens_learnt": learnt_BT.sum()}
     if c.mask_truncated:

@@ -24,7 +24,7 @@ from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig
 from jaxtrain.data.loading.batch_spec import Declared
 from jaxtrain.kernels.biased_heads import for_head
-from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
+from jaxtrain.kernels.token_cross_entropy import cross_entropy_and_entropy, token_cross_entropy
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.heads.scalar_head import without_heads
 from jaxtrain.models.make_model import make_model
@@ -115,12 +115,21 @@ class WithReference(NextToken):
 
     def logprobs(self, model: Decoder, x_BTD: jax.Array, batch: Batch) -> jax.Array:
         """Return the log-probability of each target."""
+        return -token_cross_entropy(**self._head(model, x_BTD, batch))
+
+    def logprobs_and_entropies(self, model: Decoder, x_BTD: jax.Array, batch: Batch, learnt: bool
+                               ) -> tuple[jax.Array, jax.Array]:
+        """Return the log-probability of each target, and the entropy of its prediction, `learnt` with a gradient."""
+        cross_BT, entropy_BT = cross_entropy_and_entropy(**self._head(model, x_BTD, batch), learnt=learnt)
+        return -cross_BT, entropy_BT
+
+    def _head(self, model: Decoder, x_BTD: jax.Array, batch: Batch) -> dict[str, Any]:
         head_DV = model.head()
         x_BTD = for_head(model.finish(x_BTD), head_DV)
         if self.temperature != 1:
             x_BTD = (x_BTD / self.temperature).astype(x_BTD.dtype)
-        return -token_cross_entropy(x_BTD, head_DV, batch["targets"], chunks=self.chunks,
-                                    cap=model.logit_cap / self.temperature, kernel=self.loss_kernel)
+        return {"x_BTD": x_BTD, "head_DV": head_DV, "targets_BT": batch["targets"], "chunks": self.chunks,
+                "cap": model.logit_cap / self.temperature, "kernel": self.loss_kernel}
 
     @property
     def temperature(self) -> float:

@@ -5,8 +5,8 @@
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
 optimizers and the dtypes of their moments, averages of parameters, offloading, gradients summed over `data` once a
 step, frozen parameters, adapters, dropout, noise on embeddings, packing, rows without a valid token, model families,
-tied and untied tables, muP, scanned and unrolled layers, buffers of experts; training, and of some evaluation and
-`value_and_grad`. With --kernels it draws for one device on which those of GPUs are interpreted.
+tied and untied tables, muP, scanned and unrolled layers, buffers of experts, kernels of recurrent states, interpreted;
+training, and of some evaluation and `value_and_grad`. With --kernels it draws for one device on which those of GPUs are interpreted.
 What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.run.validation documents. A case
 fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
 again.
@@ -131,6 +131,8 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     ring = sizes["context"] > 1 == sizes["stage"] and keys["mesh.context_strategy"] == "ring"
     if ring and keys["train.precision"] != "float16" and random.Random(f"ring {rng.getstate()}").random() < 0.4:
         keys |= {"train.attention": "splash"}  # added later, too: on blocks of a ring
+    if family in ("kimi_linear", "qwen3_5") and (kernels := random.Random(f"states {rng.getstate()}")).random() < 0.6:
+        keys |= {"train.recurrent_kernel": "pallas", "interpret": kernels.choice(("tpu", "gpu"))}  # added later, too
     once = sizes["stage"] == 1 and keys["optimizer.zero_stage"] < 3 and rng.random() < 0.4
     return keys | ({"compression.method": "exact"} if once else {})
 
@@ -201,10 +203,12 @@ def lora_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def config_of(keys: dict[str, Any]):
-    """The case's config; raises UserError where it is refused."""
+    """The case's config, whose kernels of states are those of `interpret`; raises UserError where it is refused."""
+    from jaxtrain.kernels.chunks import chunk_kernels
     from tests.numerics import reference
 
-    own = ("family", "packing", "evaluate", "value_and_grad", "empty")
+    chunk_kernels.INTERPRET = keys.get("interpret", "")
+    own = ("family", "packing", "evaluate", "value_and_grad", "empty", "interpret")
     rest = {key.replace(".", "__"): value for key, value in keys.items() if key not in own}
     return reference.tiny(keys["family"], **rest)
 

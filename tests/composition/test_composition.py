@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.kernels.chunks import chunk_kernels
 from jaxtrain.run.validation import explains
 from tests.composition import fuzz
 
 SLOW, ALL = 1, 12
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_states(monkeypatch):
+    """Cases set what interprets these; no other test is to find it."""
+    monkeypatch.setattr(chunk_kernels, "INTERPRET", "")
 
 
 @functools.cache

@@ -34,7 +34,8 @@ def batch(values=False, **sizes):
 def loss(c, model, params, frozen, batch):
     """The mean as the loss's paper takes it, with experts' penalties weighted likewise; and means over tokens."""
     told, each, kls, values = [], [], [], []
-    new = plain_preference.logps(model, params, batch, told, c.temperature)
+    every = plain_preference.log_probabilities(model, params, batch, told, c.temperature)
+    new, entropy = plain_preference.of_targets(every, batch), -(jnp.exp(every) * every).sum(-1)
     old = plain_preference.logps(model, frozen, batch, [], c.temperature)
     if c.baseline == "value":
         x = reference.last_norm(model, params, reference.through(model, params, batch, []))
@@ -55,12 +56,14 @@ def loss(c, model, params, frozen, batch):
             if c.baseline == "value":
                 values.append(squares(c, expected[row, at], batch["values"][row, at], batch["returns"][row, at]))
                 by_token += c.value_loss * values[-1] / 2
+            by_token -= c.entropy * entropy[row, at]
             each.append({"dapo": by_token.sum(), "grpo": by_token.mean(),
                          "dr_grpo": by_token.sum() / c.max_new_tokens}[c.loss])
             kls.append(kl.sum())
     weights = batch["weights"] if c.loss == "dapo" else batch["answers"]
     penalties = sum((weights.sum(1) * penalty).sum() for penalty, _ in told)
-    means = {"kl": sum(kls) / batch["weights"].sum()}
+    means = {"kl": sum(kls) / batch["weights"].sum(),
+             "entropy": (entropy * batch["weights"]).sum() / batch["weights"].sum()}
     if values:
         means["value_loss"] = sum(map(jnp.sum, values)) / 2 / batch["weights"].sum()
     return (sum(each) + penalties) / weights.sum(), means

@@ -40,11 +40,20 @@ def places(batch):
 
 def logps(model, params, batch, told, temperature=1.0):
     """The log-probability of each target, by a model that is built from scratch; its penalties are added to `told`."""
+    return of_targets(log_probabilities(model, params, batch, told, temperature), batch)
+
+
+def log_probabilities(model, params, batch, told, temperature):
+    """The same of every token of the vocabulary."""
     x = reference.last_norm(model, params, reference.through(model, params, batch, told))
     logits = x @ (params["embed"]["table"].T if model.tied_embeddings else params["output"]["kernel"])
     logits = logits * plain_mup.logits(model) / temperature
     top = logits.max(-1, keepdims=True)
-    logits = logits - top - jnp.log(jnp.exp(logits - top).sum(-1, keepdims=True))
+    return logits - top - jnp.log(jnp.exp(logits - top).sum(-1, keepdims=True))
+
+
+def of_targets(logits, batch):
+    """Of those the targets' own."""
     return (logits * (batch["targets"][..., None] == np.arange(logits.shape[-1]))).sum(-1)
 
 

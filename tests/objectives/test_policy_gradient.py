@@ -17,7 +17,7 @@ KEYS = dict(rl__prompts="prompts.jsonl", rl__reward="reward.py:reward", rl__max_
 CRITIC = dict(rl__baseline="value", rl__value_loss=0.7)
 CASES = {
     "fsdp x tensor, dapo": ("llama", dict(mesh=(1, 2, 2), rl__mask_truncated=True)),
-    "one device, grpo": ("gpt2", dict(rl__loss="grpo", rl__clip_high=0.0, rl__temperature=0.7)),
+    "one device, grpo": ("gpt2", dict(rl__loss="grpo", rl__clip_high=0.0, rl__temperature=0.7, rl__entropy=0.3)),
     "tensor x context, cispo": ("llama", dict(mesh=(1, 1, 2), mesh__context=2, rl__surrogate="cispo",
                                               rl__clip_high=0.05)),
     "all axes, dr_grpo": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2,
@@ -26,10 +26,10 @@ CASES = {
                                             rl__ratio="sequence",
                                             rl__clip=0.05, rl__clip_high=0.07, rl__loss="grpo")),
     "1f1b, context": ("llama", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2, rl__ratio="sequence",
-                                    rl__loss="grpo")),
+                                    rl__loss="grpo", rl__entropy=0.1)),
     "zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__rank=3)),
     "experts, without a reference": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3,
-                                                     rl__kl=0.0)),
+                                                     rl__kl=0.0, rl__entropy=0.1)),
     "critic, fsdp x tensor": ("llama", dict(mesh=(1, 2, 2), **CRITIC)),
     "critic, all axes, without clipping": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2,
                                                         rl__loss="dr_grpo", **(CRITIC | {
@@ -69,6 +69,7 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
                               batch)
     if c.rl.kl:
         assert float(metrics["kl"]) == pytest.approx(float(means["kl"]), rel=1e-4)
+    assert float(metrics["entropy"]) == pytest.approx(float(means["entropy"]), rel=1e-5)
     if c.rl.value_head:
         assert "value_head" in run.abstract.params and "value_head" not in run.abstract.frozen.get("reference", {})
         assert float(metrics["value_loss"]) == pytest.approx(float(means["value_loss"]), rel=1e-4)

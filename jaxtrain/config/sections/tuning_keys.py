@@ -149,6 +149,8 @@ class RLConfig:
     # probability ratio of each "token", or its geometric mean over the whole "sequence" (GSPO)
     ratio: str = choice("token", "token", "sequence")
     kl: float = number(0.0, least=0)  # coefficient of the KL divergence from the initial policy; 0: no KL penalty
+    # coefficient of the entropy of the policy's predictions, which is subtracted from the loss; 0: no bonus
+    entropy: float = number(0.0, least=0)
 
     def __post_init__(self):
         bounded(self, "rl")

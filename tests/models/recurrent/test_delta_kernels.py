@@ -62,12 +62,15 @@ def test_rows_cut_over_devices_have_them_too(name, interpreted):
     assert over_time.worst(placed.back(placed.run(by_kernels(name))), over_time.truth(name)) < TOLERANCE
 
 
+@pytest.mark.parametrize(("interpreter", "mesh"), [("tpu", {}), ("gpu", {"data": 2, "context": 2, "tensor": 2})])
 @pytest.mark.parametrize("family", slow("qwen3_5", "kimi_linear"))
-def test_loss_and_gradients_of_a_model(family, interpreted):
-    """Packed documents, through whole layers: those of plain float32, one token after another."""
-    run = reference.build(family, train__recurrent_kernel="pallas")
+def test_loss_and_gradients_of_a_model(family, interpreter, mesh, monkeypatch):
+    """Packed documents, through whole layers: those of plain float32 on one device, one token after another."""
+    monkeypatch.setattr(chunk_kernels, "INTERPRET", interpreter)
+    run = reference.build(family, train__recurrent_kernel="pallas",
+                          **{f"mesh__{axis}": size for axis, size in mesh.items()})
     start, rows = reference.initial(family), reference.batch(0)
-    value, gradient = run.value_and_grad(run.with_params(start), rows)
+    value, gradient = run.value_and_grad(reference.start_from(run, start), rows)
     want_value, want = jax.jit(jax.value_and_grad(lambda p: reference.loss(run.config.model, p, rows)))(start)
     assert float(value) == pytest.approx(float(want_value), rel=1e-5)
     error, leaf = reference.worst(jax.device_get(gradient), jax.device_get(want), floor=1e-4)
