@@ -26,7 +26,8 @@ def token_cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Ar
 
 @jax.named_scope("loss_head")
 def cross_entropy_and_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, *, chunks: int = 0,
-                              cap: float = 0.0, kernel: str = "auto", learnt: bool = True) -> tuple[jax.Array, jax.Array]:
+                              cap: float = 0.0, kernel: str = "auto",
+                              learnt: bool = True) -> tuple[jax.Array, jax.Array]:
     """Return each token's cross-entropy, and the entropy of the model's prediction there, from the same logits.
 
     Without `learnt`, the entropies have no gradient.
@@ -66,7 +67,8 @@ def _forward_with_entropy(x, head, targets, chunks, cap, kernel, learnt):
 def _backward_with_entropy(chunks, cap, kernel, learnt, saved, pulls):
     x, head, targets = saved
     options = (0.0, chunks, 0.0, 1.0, (cap, 0.0), kernel)
-    _, dx, dhead, _ = run_head(x, head, targets, pulls[0], (), options, gradients=True, spread=pulls[1:] if learnt else ())
+    _, dx, dhead, _ = run_head(x, head, targets, pulls[0], (), options, gradients=True,
+                               spread=pulls[1:] if learnt else ())
     return dx, dhead.astype(head.dtype), None
 
 

@@ -6,7 +6,8 @@ draws meshes of all six axes, rules, schedules, strategies, rematerialisation, a
 optimizers and the dtypes of their moments, averages of parameters, offloading, gradients summed over `data` once a
 step, frozen parameters, adapters, dropout, noise on embeddings, packing, rows without a valid token, model families,
 tied and untied tables, muP, scanned and unrolled layers, buffers of experts, kernels of recurrent states, interpreted;
-training, and of some evaluation and `value_and_grad`. With --kernels it draws for one device on which those of GPUs are interpreted.
+training, and of some evaluation and `value_and_grad`. With --kernels it draws for one device on which those of GPUs
+are interpreted.
 What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.run.validation documents. A case
 fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
 again.
