@@ -31,7 +31,7 @@ EXTENSIONS = {
     "train.init_from": "jaxtrain.hub.initial_params:InitialParams",
     "train.init_encoder_from": "jaxtrain.hub.initial_params:InitialParams",
     "preference.reference": "jaxtrain.tuning.reference_sums:PrecomputedReference",
-    "rl.prompts": "jaxtrain.tuning.rollouts:OwnAnswers",
+    "rl.prompts": "jaxtrain.tuning.own_answers:OwnAnswers",
     "diloco.count": "jaxtrain.diloco.joining:Joining",
 }
 Kind = TypeVar("Kind", bound=Extension)

@@ -4,6 +4,7 @@ Decays and output gates of Kimi delta attention come through whole matrices, and
 type was that of Ling 2.5 before, whose layers with states are others; those files are refused.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from jaxtrain.config.field_checks import number
 from jaxtrain.config.hybrids.layer_pattern import ATTENTION
 from jaxtrain.hf import decoder_tensors, layer_patterns
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
-from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse, renaming
 from jaxtrain.hf.layer_patterns import FULL, LINEAR, pattern, published_pattern
 from jaxtrain.models.deepseek_v3 import (
     BIAS_RATE,
@@ -127,9 +128,22 @@ def _layer(c: BailingHybridConfig, experts: bool, kind: str) -> list[Entry]:
     return [*_mixer(c, kind), *decoder_tensors.NORMS, *mlp]
 
 
+_IN_MEMORY = renaming({
+    r"^model\.embed_tokens\.": "model.word_embeddings.", r"\.self_attn\.(forget_gate\.)?": ".attention.",
+    r"\.gate\.e_score_correction_bias$": ".gate.expert_bias"})
+
+
+def _own_name(c: BailingHybridConfig, name: str) -> str:
+    """Return the published name of a tensor that transformers has under another one in memory."""
+    found = _IN_MEMORY(c, name)
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.o_proj\.weight", name)
+    of_attention = layer and c.layer_kinds[int(layer[1]):][:1] == ATTENTION
+    return found.replace(".o_proj.", ".dense.") if of_attention else found
+
+
 FAMILY = Family(
     BailingHybridConfig, bailing_hybrid, tensors=decoder_tensors.decoder(
-        _layer, ("model.word_embeddings.weight", *decoder_tensors.MODEL[1:]), further_layers=True),
+        _layer, ("model.word_embeddings.weight", *decoder_tensors.MODEL[1:]), further_layers=True, own_name=_own_name),
     hf=(HFConfig("bailing_hybrid", "BailingHybridForCausalLM", COMMON | LATENT_KEYS | {
         key.replace("n_routed", "num_local"): ours for key, ours in EXPERT_KEYS.items()
         if key != "first_k_dense_replace"},

@@ -13,7 +13,7 @@ from jaxtrain.config.model_config import Experts
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors, defaults
 from jaxtrain.hf.decoder_tensors import pair
-from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse, renaming
 from jaxtrain.hf.layer_patterns import window_everywhere
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
 
@@ -98,7 +98,8 @@ def _layer(c: PhimoeConfig, experts: bool) -> list[Entry]:
 
 
 FAMILY = Family(
-    PhimoeConfig, phimoe, tensors=decoder_tensors.decoder(_layer, norm=pair("norm", "model.norm")),
+    PhimoeConfig, phimoe, tensors=decoder_tensors.decoder(_layer, norm=pair("norm", "model.norm"), own_name=renaming({
+        r"\.mlp\.experts\.": ".block_sparse_moe.experts.", r"\.mlp\.router\.": ".block_sparse_moe.gate."})),
     hf=(HFConfig("phimoe", "PhimoeForCausalLM", COMMON | {
         "num_local_experts": "num_experts", "attention_bias": "attention_bias", "lm_head_bias": "head_bias",
         "router_jitter_noise": "router_jitter"},

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.tuning_keys import answers_of_step
 from jaxtrain.errors import UserError
 from jaxtrain.hub import decoding, scoring
 from jaxtrain.hub.sampling import Sampling
@@ -94,7 +95,7 @@ def phases(run: Run, on: Mesh | None = None, models: Mapping[str, Run] | None = 
                                         key=lambda pair: total(pair[0]))
             yield Phase(LAYING_OUT, _traced(lambda w: programs.lay_out_program(w, made.dtype), on, w), w,
                         copy=[other for other, _ in others])
-        weights, texts, room = params if copy is None else copy, run.config.data.global_batch_size, c.max_new_tokens
+        weights, texts, room = params if copy is None else copy, answers_of_step(run.config), c.max_new_tokens
         rows, width = programs.rows_for(texts), decoding.bucket(run.config.data.seq_len - room)
         new = decoding.bucket(room)
 
@@ -122,7 +123,7 @@ def phases(run: Run, on: Mesh | None = None, models: Mapping[str, Run] | None = 
 
 def _scoring(name: str, scorer: Run, run: Run, on: Mesh | None) -> Phase:
     """Return the program that reads out a number, or computes a log-probability, at each token of a run's answers."""
-    programs, params, texts = decoding.programs(scorer), abstract_model(scorer), run.config.data.global_batch_size
+    programs, params, texts = decoding.programs(scorer), abstract_model(scorer), answers_of_step(run.config)
     scores = scoring.Scorer(programs)
     with programs.context():
         rows, width = scores.shape(min(SCORED, texts), run.config.data.seq_len + 1)

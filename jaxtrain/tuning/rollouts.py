@@ -10,32 +10,25 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.base.annotations import Json, JsonObject
+from jaxtrain.config.sections.tuning_keys import answers_of_step
 from jaxtrain.data.chat.templates import Chat
-from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.shuffle import Order
-from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
-from jaxtrain.files.bounded_files import LARGE, parsed, read
-from jaxtrain.hub.chat_messages import chat_of
 from jaxtrain.hub.decoding import decoding
-from jaxtrain.hub.folders import published_files
-from jaxtrain.hub.folders.generation_config import ends_of
 from jaxtrain.hub.generate import Generated, generate
-from jaxtrain.hub.initial_params import source_and_step
-from jaxtrain.hub.trained_model import sections_of
-from jaxtrain.hub.trained_tokenizer import prompt_ids, tokenizer_of
+from jaxtrain.hub.trained_tokenizer import prompt_ids
 from jaxtrain.observe import events
 from jaxtrain.redaction import redacted
-from jaxtrain.run import Extension, Run
-from jaxtrain.run.runinfo import recorded_parts
+from jaxtrain.run import Run
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.tuning.pending_rewards import PendingRewards
@@ -45,81 +38,12 @@ from jaxtrain.tuning.scorers import Scorers
 from jaxtrain.tuning.teacher_scores import TeacherScores, sampled_of
 from jaxtrain.tuning.values import known_of, valued
 
-FOLDER = "rollouts"  # of a workdir
-
-
-def on_answers(run: Run, workdir: str | Path | None = None) -> "Rollouts":
-    """Return answers of a run's own, as its data. `workdir`: where the answers of each step are kept."""
-    c = run.config.rl
-    tokenizer, chat = _words(run, workdir)
-    folder = None if workdir is None else Path(workdir) / FOLDER
-    began_with = _began_with(workdir)
-    scorers = Scorers.of(run, tokenizer, began_with.get("reward_model", {}))
-    teacher = TeacherScores.of(run, tokenizer, began_with.get("teacher_model", {}))
-    ends = _ends(run, workdir, tokenizer)
-    return Rollouts(run, read_prompts(c.prompts), scorers, tokenizer, folder, chat, ends, teacher)
-
-
-def _began_with(workdir: str | Path | None) -> JsonObject:
-    """Return what the run in a workdir began with: the checkpoints of its reward model and of its teacher."""
-    parts = (None if workdir is None else recorded_parts(workdir)) or {}
-    return parts.get("data", {}).get("identity", {})
-
-
-def _words(run: Run, workdir: str | Path | None) -> tuple[Tokenizer, Chat | None]:
-    """Return the tokenizer and the chat template that the run has kept, or those of the model that it begins with."""
-    source, _ = source_and_step(run.config.train.init_from)
-    if workdir is not None and (Path(workdir) / "tokenizer").is_dir():
-        source = Path(workdir)
-    elif not run.config.train.init_from:
-        return load_tokenizer(run.config.data.tokenizer), None
-    tokenizer = tokenizer_of(source)
-    try:
-        chat = chat_of(source, sections_of(source) if (source / "config.json").is_file() else {}, tokenizer, "")
-    except UserError:  # of a kind that has no template
-        return tokenizer, None
-    return tokenizer, chat if chat.source else None
-
-
-def _ends(run: Run, workdir: str | Path | None, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that end a text of the published model that the run begins with, by generation_config.json.
-
-    How that samples is left aside: answers are drawn as the objective expects them.
-    """
-    if not run.config.train.init_from:
-        return []
-    kept = workdir is not None and (Path(workdir) / published_files.FOLDER).is_dir()
-    source = Path(workdir) if workdir is not None and kept else source_and_step(run.config.train.init_from)[0]
-    return [end for end in ends_of(source) if end < min(tokenizer.vocab_size, run.config.model.vocabulary)]
-
-
-def read_prompts(path: str) -> list[JsonObject]:
-    """Return the records of a file of JSON lines, each with a "prompt"."""
-    try:
-        lines = read(Path(path), LARGE).decode().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("rl.prompts", f"{path} cannot be read ({error})", "give a file of JSON lines") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            found.append(parsed(line, {"prompt": object}))
-            if not isinstance(found[-1]["prompt"], str | list):
-                raise ValueError
-            json.dumps(found[-1], ensure_ascii=False).encode()  # not half of a character
-        except ValueError:
-            raise UserError("rl.prompts", f"line {number} of {path} has no prompt",
-                            'write lines such as {"prompt": "1+2=", "sum": 3}') from None
-    if not found:
-        raise UserError("rl.prompts", f"{path} has no prompts", 'write lines such as {"prompt": "1+2="}')
-    return found
-
 
 class Rollouts:
     """A `BatchSource` of the answers of a run's model; `see` gives it the state to answer with."""
 
     num_batches = None
+    answers_in_a_row = 1
 
     def __init__(self, run: Run, records: Sequence[JsonObject], scorers: Scorers, tokenizer: Tokenizer,
                  folder: Path | None = None, chat: Chat | None = None, ends: Sequence[int] = (),
@@ -136,7 +60,8 @@ class Rollouts:
         config = run.config
         self.settings, self.seq_len, self.seed = config.rl, config.data.seq_len, config.data.seed
         self.temperature, self.mask_truncated = config.rl.temperature, config.rl.mask_truncated
-        self.count = config.data.global_batch_size  # of answers in a step
+        self.rows_of_step = config.data.global_batch_size
+        self.count = answers_of_step(config)
         self.reuse, self.staleness = config.rl.reuse, config.rl.staleness  # steps
         self.sampling_rounds = config.rl.sampling_rounds
         self.groups = self.count // self.settings.group_size
@@ -167,13 +92,14 @@ class Rollouts:
         return chat.prompt(prompt)
 
     def _check_prompts(self) -> None:
-        room = self.seq_len - self.settings.max_new_tokens
+        room = self.seq_len // self.answers_in_a_row - self.settings.max_new_tokens
         for record, prompt in zip(self.records, self.prompts, strict=True):
             if not prompt:
                 raise UserError("rl.prompts", "one is empty", "remove it, or begin it with a line's end")
             if len(prompt) > room:
                 raise UserError("rl.prompts", f"{str(record['prompt'])[:40]!r} has {len(prompt)} tokens, and "
-                                f"data.seq_len less rl.max_new_tokens leaves {room}",
+                                f"data.seq_len less rl.max_new_tokens leaves {room}"
+                                f"{' for each answer of a pair' * (self.answers_in_a_row > 1)}",
                                 "raise data.seq_len, or remove it")
 
     def see(self, step: int, state: TrainState) -> None:
@@ -212,7 +138,7 @@ class Rollouts:
 
     def shape(self, step: int) -> tuple[int, int]:
         """Return the number of answers, and the length of rows."""
-        return self.count, self.seq_len
+        return self.rows_of_step, self.seq_len
 
     def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the one shape."""
@@ -220,7 +146,7 @@ class Rollouts:
 
     def tokens(self, step: int) -> int:
         """Return the number of places in all batches before this step."""
-        return step * self.count * self.seq_len
+        return step * self.rows_of_step * self.seq_len
 
     def epochs(self, step: int) -> dict[str, float]:
         """Return how often each prompt was answered before this step, as a group, if all sampling rounds were needed.
@@ -350,12 +276,7 @@ class Rollouts:
 
     def _batch(self, one: Round) -> dict[str, np.ndarray]:
         c, named = self.settings, self._with_lengths(one)
-        names = (*self.scorers.names, *["length"] * bool(c.overlong_buffer))
-        if len(names) > 1:
-            means = zip(names, named.mean(0).tolist(), strict=True)
-            self._fields |= {f"score_{name}": mean for name, mean in means}
-        if c.group_size > 1 and self.scorers.names:
-            self._fields["equal_groups"] = float(equal_groups(c, named).mean())
+        self._measure(named)
         known, prompts = known_of(c, named, one.answers), [self.prompts[n] for n in one.numbers]
         if one.taught is not None:
             ahead = [np.array(theirs) - sampled_of(answer)
@@ -365,6 +286,16 @@ class Rollouts:
                      for each, more in zip(known, ahead, strict=True)]
         rows = [self._row(*each) for each in zip(prompts, one.answers, totals_of(c, named), known, strict=True)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _measure(self, scores: np.ndarray) -> None:
+        """Take the means of several scores, and how many groups teach nothing, for the line of metrics."""
+        c = self.settings
+        names = (*self.scorers.names, *["length"] * bool(c.overlong_buffer))
+        if len(names) > 1:
+            means = zip(names, scores.mean(0).tolist(), strict=True)
+            self._fields |= {f"score_{name}": mean for name, mean in means}
+        if c.group_size > 1 and self.scorers.names:
+            self._fields["equal_groups"] = float(equal_groups(c, scores).mean())
 
     def _row(self, prompt: list[int], answer: Generated, reward: float,
              known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -408,23 +339,6 @@ class Rollouts:
 def size_of(answer: Generated) -> int:
     """Return the number of tokens of an answer, with the one that ends it."""
     return len(answer.tokens) + (answer.end is not None)
-
-
-@dataclass(frozen=True)
-class OwnAnswers(Extension):
-    """A run that trains on its own answers (`rl.prompts`)."""
-
-    answers: Rollouts | None = None  # of a run that is built
-    planned = "jaxtrain.plan.answering:planned"
-
-    def for_run(self, run: Run, workdir: Path | None) -> "OwnAnswers":
-        """Return it with the answers of this run, unless it was given other data."""
-        return OwnAnswers(on_answers(run, workdir)) if isinstance(run.data, Rollouts | None) else self
-
-    @property
-    def data(self) -> BatchSource | None:
-        """The answers."""
-        return self.answers
 
 
 def _digest(records: Sequence[JsonObject]) -> str:

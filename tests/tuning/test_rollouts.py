@@ -11,7 +11,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.hub.generate import Generated
-from jaxtrain.tuning import rollouts
+from jaxtrain.tuning import own_answers, rollouts
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
 from tests.tiny import devices
@@ -229,10 +229,10 @@ def test_lines_without_a_prompt_are_refused(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"promt": "b"}\n')
     with pytest.raises(jt.UserError, match=r"rl\.prompts: line 3 of .* has no prompt; write lines such as"):
-        rollouts.read_prompts(str(path))
+        own_answers.read_prompts(str(path))
     path.write_text("\n")
     with pytest.raises(jt.UserError, match=r"rl\.prompts: .* has no prompts; write lines such as"):
-        rollouts.read_prompts(str(path))
+        own_answers.read_prompts(str(path))
 
 
 @pytest.mark.exhaustive

@@ -263,7 +263,7 @@ def check(config: Any) -> None:
             raise UserError(key, f"model.name={config.model.name} is not a model of text alone", "leave it out")
     loss, packing = config.preference.loss, config.data.packing
     wanted, kind = ("answers", "answers with labels") if loss in OF_ANSWERS else ("pairs", "preferences")
-    if loss and packing != wanted:
+    if loss and packing != wanted and not config.rl.prompts:
         raise UserError("preference.loss", f"{loss} needs rows of whole {wanted}, not data.packing={packing}",
                         f"set data.packing={wanted} and data.source to a corpus of {kind}")
     if packing in ("pairs", "answers") and not loss:
@@ -285,16 +285,17 @@ def _check_rl(config: Any) -> None:
     if not c.prompts:
         return
     if config.preference.loss:
-        raise UserError("preference.loss", "a run learns from preferences or from rewards", "leave out one of them")
+        _check_pairs(config)
+    elif data.global_batch_size % c.group_size:
+        raise UserError("data.global_batch_size", f"{data.global_batch_size} answers are not whole groups of "
+                        f"rl.group_size={c.group_size}", f"make it a multiple of {c.group_size}")
     if train.epochs:
         raise UserError("train.epochs", "a run on its own answers to rl.prompts makes its data as it goes, so "
                         "that they have no length", "give train.steps")
-    if data.global_batch_size % c.group_size:
-        raise UserError("data.global_batch_size", f"{data.global_batch_size} answers are not whole groups of "
-                        f"rl.group_size={c.group_size}", f"make it a multiple of {c.group_size}")
-    if c.max_new_tokens >= data.seq_len:
+    if c.max_new_tokens >= data.seq_len // (1 + bool(config.preference.loss)):
         raise UserError("rl.max_new_tokens", f"{c.max_new_tokens} leaves no room for a prompt in data.seq_len="
-                        f"{data.seq_len}", "raise data.seq_len, or ask for shorter answers")
+                        f"{data.seq_len}{' of two answers' * bool(config.preference.loss)}",
+                        "raise data.seq_len, or ask for shorter answers")
     for key, value, wanted in (
             ("data.cross_document_attention", data.cross_document_attention, False), ("train.z_loss", train.z_loss, 0),
             ("data.mixture", data.mixture, {}), ("data.stages", data.stages, []),
@@ -303,3 +304,27 @@ def _check_rl(config: Any) -> None:
             ("resilience.spikes", config.resilience.spikes == "rollback", False)):
         if value != wanted:
             raise UserError(key, "batches are made of the model's own answers", "leave it out")
+
+
+# What policy gradients read, and losses of pairs do not.
+_OF_GRADIENTS = ("teacher teacher_weight loss ratio surrogate clip clip_high kl entropy baseline scale gamma "
+                 "gae_lambda value_loss value_clip combine")
+
+
+def _check_pairs(config: Any) -> None:
+    """Refuse what does not go with a preference loss of pairs of the model's own answers."""
+    loss = config.preference.loss
+    if loss in (*OF_ANSWERS, "reward"):
+        raise UserError("preference.loss", f"{loss} does not learn from pairs of answers to rl.prompts",
+                        "use dpo or another loss of pairs, or leave out one of them")
+    if config.preference.reference != "copy":
+        raise UserError("preference.reference", "answers to rl.prompts are not known before the run",
+                        "leave it out")
+    for field_ in fields(config.rl):
+        if field_.name in _OF_GRADIENTS.split() and getattr(config.rl, field_.name) != field_.default:
+            raise UserError(f"rl.{field_.name}", f"preference.loss={loss} does not read it", "leave one of them out")
+
+
+def answers_of_step(config: Any) -> int:
+    """Return the number of answers to `rl.prompts` that a step is made of: a row has one, or a pair of a group."""
+    return config.data.global_batch_size * (config.rl.group_size if config.preference.loss else 1)

@@ -1,0 +1,50 @@
+"""Pairs of the model's own answers, the best and the worst of each group, for preference losses (online DPO).
+
+Guo et al. (arXiv 2402.04792), with a reward in place of their annotator. A row holds a pair as `data.packing=pairs`
+makes rows: segment 1 is the chosen answer behind its prompt, segment 2 the rejected one.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxtrain.tuning.rewards import totals_of
+from jaxtrain.tuning.rollout_files import Round
+from jaxtrain.tuning.rollouts import Rollouts, size_of
+
+NAMES = ("tokens", "targets", "segments", "positions", "weights")
+
+
+class AnswerPairs(Rollouts):
+    """The answers of a run that learns from preferences: a row for each group."""
+
+    answers_in_a_row = 2
+
+    def _batch(self, one: Round) -> dict[str, np.ndarray]:
+        scores = self._with_lengths(one)
+        self._measure(scores)
+        totals = totals_of(self.settings, scores)
+        self._fields |= {"reward": float(totals.mean()),
+                         "answer_tokens": float(np.mean([size_of(answer) for answer in one.answers]))}
+        rows = [self._pair(one, totals, first) for first in range(0, self.count, self.settings.group_size)]
+        return {name: np.stack([row[name] for row in rows]) for name in NAMES}
+
+    def _pair(self, one: Round, totals: np.ndarray, first: int) -> dict[str, np.ndarray]:
+        """Return the pair of the group that begins with this answer; an empty row if all its rewards are equal."""
+        group = totals[first:first + self.settings.group_size]
+        row = {name: np.zeros(self.seq_len, np.float32 if name == "weights" else np.int32) for name in NAMES}
+        if np.ptp(group) == 0:
+            return row
+        prompt, begin = self.prompts[one.numbers[first]], 0
+        for segment, at in enumerate((group.argmax(), group.argmin()), start=1):
+            begin = _add(row, self._row(prompt, one.answers[first + at], 0.0, {}), segment, begin)
+        return row
+
+
+def _add(row: Mapping[str, np.ndarray], answer: Mapping[str, np.ndarray], segment: int, begin: int) -> int:
+    """Write an answer's own row into a row of several, from this place on; return where it ends."""
+    size = int(answer["segments"].sum())
+    for name in NAMES:
+        row[name][begin:begin + size] = answer[name][:size]
+    row["segments"][begin:begin + size] = segment
+    return begin + size
