@@ -32,6 +32,7 @@ from jaxtrain.plan.trace.layouts import LINEAR
 from jaxtrain.plan.trace.program import Block, Op
 from jaxtrain.run import Run, abstract_model
 from jaxtrain.train_step.report import total
+from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.reward_scores import PREFIX, reward_model
 from jaxtrain.tuning.teacher_scores import teacher_model
 
@@ -64,7 +65,7 @@ def beside(config: Config, target: Target, devices: int) -> dict[str, Run]:
     found = {}
     for name, place, model in ((REWARD_MODEL, of_rewards, reward_model), (TEACHER, config.rl.teacher, teacher_model)):
         with contextlib.suppress(UserError):  # which the run itself will raise
-            if place:
+            if place and not RemoteTeacher.is_meant(place):
                 found[name] = model(place, devices, target.described)[0]
     return found
 

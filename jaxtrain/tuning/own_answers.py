@@ -19,6 +19,7 @@ from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.run import Extension, Run
 from jaxtrain.run.runinfo import recorded_parts
 from jaxtrain.tuning.answer_pairs import AnswerPairs
+from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.rollouts import Rollouts
 from jaxtrain.tuning.scorers import Scorers
 from jaxtrain.tuning.teacher_scores import TeacherScores
@@ -33,7 +34,8 @@ def on_answers(run: Run, workdir: str | Path | None = None) -> "Rollouts":
     folder = None if workdir is None else Path(workdir) / FOLDER
     began_with = _began_with(workdir)
     scorers = Scorers.of(run, tokenizer, began_with.get("reward_model", {}))
-    teacher = TeacherScores.of(run, tokenizer, began_with.get("teacher_model", {}))
+    teacher = (RemoteTeacher.of(run.config) if RemoteTeacher.is_meant(c.teacher) else
+               TeacherScores.of(run, tokenizer, began_with.get("teacher_model", {})))
     ends = _ends(run, workdir, tokenizer)
     kind = AnswerPairs if run.config.preference.loss else Rollouts
     return kind(run, read_prompts(c.prompts), scorers, tokenizer, folder, chat, ends, teacher)

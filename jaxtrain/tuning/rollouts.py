@@ -32,6 +32,7 @@ from jaxtrain.run import Run
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.tuning.pending_rewards import PendingRewards
+from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.rewards import equal_groups, totals_of, with_lengths
 from jaxtrain.tuning.rollout_files import RolloutFiles, Round
 from jaxtrain.tuning.scorers import Scorers
@@ -47,7 +48,7 @@ class Rollouts:
 
     def __init__(self, run: Run, records: Sequence[JsonObject], scorers: Scorers, tokenizer: Tokenizer,
                  folder: Path | None = None, chat: Chat | None = None, ends: Sequence[int] = (),
-                 teacher: TeacherScores | None = None):
+                 teacher: TeacherScores | RemoteTeacher | None = None):
         """Take prompts.
 
         Args:

@@ -158,7 +158,7 @@ def test_a_scorer_that_is_down(pauses):
     (200, {"rewards": [1, 2, 3, True]}, "what URL answers cannot be read (is not of the form expected: rewards.3 is "),
     (200, {"rewards": [1, 2, 3, float("nan")]}, "URL gives nan for the answer ''; let it give numbers below 1e30"),
     (200, {"rewards": [10**400, 2, 3, 4]}, "URL gives 10000000000000000000 for the answer 'a'; let it give numbers"),
-    (200, b" " * (2**20 + 1), "URL answers more than 1,048,576 bytes; let it answer rewards only"),
+    (200, b" " * (2**20 + 1), "URL answers more than 1,048,576 bytes; let it answer what is asked only"),
 ])
 def test_answers_of_another_form_are_told_in_one_line(pauses, status, body, message):
     def answer(handler, _):

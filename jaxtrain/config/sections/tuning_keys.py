@@ -103,11 +103,12 @@ class RLConfig:
     # how several rewards become one advantage: "sum": of their weighted sum; "normalize": each is normalized in its
     # group before they are added (GDPO)
     combine: str = choice("sum", "sum", "normalize")
-    # on-policy distillation: a workdir or published folder with the same tokenizer, whose log-probability of each token
-    # less the policy's is added to the token's advantage; with it rl.reward may be left out
+    # on-policy distillation: a workdir or published folder with the same tokenizer, or the URL of a server of such a
+    # model, whose log-probability of each token less the policy's is added to the token's advantage; with it rl.reward
+    # may be left out
     teacher: str = ""
     teacher_weight: float = number(1.0, above=0)  # coefficient of the teacher's advantages
-    # seconds that a scoring service may take for one request
+    # seconds that a scoring service, or a teacher's server, may take for one request
     reward_timeout_s: float = number(20.0, above=0, most=3600.0, fix="try 20")
     group_size: int = at_most(8, 2**16)  # answers generated for each prompt; their rewards are compared with each other
     max_new_tokens: int = at_most(64, 2**24, above=0)  # maximum length of an answer in tokens
@@ -157,7 +158,7 @@ class RLConfig:
         _unread(self, "rl", self.teacher, "teacher", "teacher_weight")
         _unread(self, "rl", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
-        _unread(self, "rl", "://" in self.reward, "reward=URL", "reward_timeout_s")
+        _unread(self, "rl", "://" in self.reward + self.teacher, "reward=URL", "reward_timeout_s")
         several = "," in self.reward
         _unread(self, "rl", several, "reward naming several", "reward_weights combine")
         _unread(self, "rl", self.overlong_buffer, "overlong_buffer", "overlong_penalty")
