@@ -386,7 +386,7 @@ def test_steps_zero(flags, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_constant_schedule_may_go_on(flags, tmp_path, capsys):
     """Six steps in two commands are six steps in one."""
     constant = [*flags, "--config.optimizer.schedule=constant", "--config.train.eval_every=0"]

@@ -16,7 +16,7 @@ from tests.tiers import exhaustive, slow, slow_if
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.py"))
 TEXT = [file for file in CONFIGS if load_config(file).model.text]
-TRAINED = ("deepseek_v3", "gemma3_1b", "continued")  # other tests train the families of the others, too
+TRAINED = ("gemma3_1b", "continued")  # other tests train the families of the others, too
 LIKE_LLAMA3_8B = ("llama3_1b", "llama3_70b", "llama3_405b", "qwen3_0p6b")
 
 

@@ -58,7 +58,7 @@ def test_script(printed_by):
     assert "mesh: data=2 x fsdp=2 x tensor=2" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_melodies_are_transcribed(printed_by):
     printed = printed_by("audio_notes.py")
     losses = [float(loss) for loss in re.findall(r"loss a note +([\d.]+)", printed)]

@@ -49,7 +49,8 @@ def backward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | Non
 
     def visit(carry, given, hop):
         # Gradients of a block travel one hop behind it.
-        return block.added_gradients((carry[0], _next(carry[1])), (me - hop) % n, q, *given, pull)
+        k, v, segments = given
+        return block.added_gradients((carry[0], _next(carry[1])), (me - hop) % n, q, k, v, segments, pull)
 
     dq, dkv = _rounds(visit, (dq, dkv), following)
     return dq, *_next([g.astype(x.dtype) for g, x in zip(dkv, (k, v), strict=True)])  # to their owners, cast as needed

@@ -183,7 +183,7 @@ def test_combinations():
         {"train.remat": "full", "train.unroll": "1"}, {"train.remat": "full", "train.unroll": "0"}]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sweep_ranks_what_fits_and_goes_on_behind_what_does_not(flags, tmp_path, capsys):
     file = tmp_path / "swept.jsonl"
     words = [*flags, "--steps=2", "--warmup=1", f"--output={file}", "--sweep", "train.remat=full,no,none"]

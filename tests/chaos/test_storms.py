@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain.main import main
 from tests.chaos import storms
-from tests.tiers import exhaustive, slow
+from tests.tiers import exhaustive
 from tests.tiny import ROOT, tiny_flags
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -60,7 +60,7 @@ def test_a_line_too_few(calm, stormy):
     assert "lines" in storms.differences(stormy, calm)[0]
 
 
-@pytest.mark.parametrize("elastic", [*exhaustive(False), *slow(True)])
+@pytest.mark.parametrize("elastic", exhaustive(False, True))
 def test_other_parameters(flags, calm, tmp_path, elastic):
     """Another run to the same step is whole, and not the same."""
     other = tmp_path / "other"

@@ -122,7 +122,7 @@ def documents(folder) -> str:
     return str(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_document_a_row_in_buckets_is_trained_and_resumed(keys, tmp_path):
     source = documents(tmp_path / "texts")
     more = {"data.mixture": {}, "data.stages": [], "data.source": source, "data.packing": "bucket",

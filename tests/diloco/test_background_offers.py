@@ -26,12 +26,13 @@ from jaxtrain.trainer.session import Interrupted
 from tests.diloco.archipelago import numbers
 from tests.diloco.memory_meeting import MemoryMeeting, wait_until
 from tests.diloco.test_island_runs import STEPS, Beside, built, islands, with_meeting
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 
 EVERY, OVERLAP = 4, 3
 CODECS = {"none": {}, "int4": dict(compression="int4"), "power_sgd": dict(compression="power_sgd", rank=1),
           "gossip": dict(mode="gossip", fragments=1, every=EVERY)}
-ALL = ["int4", *slow("none", "gossip", "power_sgd")]
+SOME = ["int4", *slow("power_sgd")]
+ALL = [*SOME, *exhaustive("none", "gossip")]
 
 
 class HeldMeeting(MemoryMeeting):
@@ -192,7 +193,7 @@ def released(meeting, arrives):
     meeting.error = None
 
 
-@pytest.mark.parametrize("codec", ALL)
+@pytest.mark.parametrize("codec", SOME)
 @pytest.mark.parametrize("arrives", [True, *slow(False)])
 def test_an_island_that_is_killed_meanwhile_makes_the_same_offer_again(codec, arrives, tmp_path):
     """From a checkpoint of the step of the offer; known or not."""
@@ -206,7 +207,7 @@ def test_an_island_that_is_killed_meanwhile_makes_the_same_offer_again(codec, ar
     ends_alike(codec, *trained(codec, attempts, EVERY, HeldMeeting()))
 
 
-@pytest.mark.parametrize("codec", ALL)
+@pytest.mark.parametrize("codec", SOME)
 @pytest.mark.parametrize(("step", "arrives"), [(EVERY + 2, False), *slow((EVERY + 1, False), (EVERY + 2, True),
                                                                          (EVERY + OVERLAP, False))])
 def test_an_island_that_is_stopped_meanwhile_saves_and_sends_the_same_offer_later(codec, step, arrives, tmp_path):

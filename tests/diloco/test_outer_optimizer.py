@@ -66,7 +66,7 @@ def test_diloco_is_the_paper_s():
     check(archipelago())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_islands_with_meshes_of_their_own():
     check(archipelago((ONE, FSDP, TENSOR)))
 
@@ -91,7 +91,7 @@ def test_adapters_in_float16_with_an_average_are_those_of_plain_training_to_the_
                        for state in (got, want)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_progress_of_low_rank_is_that_of_plain_power_sgd():
     """Four exchanges, of which each has what the ones before lacked, and the steps behind the last one."""
     found = archipelago((ONE, FSDP, TENSOR), keys=LOW_RANK)

@@ -96,7 +96,7 @@ def test_not_finite_is_left_out_and_counted_but_an_overflow_is_no_anomaly():
 @pytest.mark.parametrize("keys", [
     pytest.param({}, id="one device", marks=pytest.mark.exhaustive),
     pytest.param(dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=1), id="eight, accumulated, zero 1",
-                 marks=pytest.mark.slow),
+                 marks=pytest.mark.exhaustive),
     pytest.param(dict(mesh=(2, 1, 1), mesh__stage=2), id="pipeline", marks=pytest.mark.exhaustive),
 ])
 def test_the_numbers_are_to_the_bit_those_without_a_history(keys):

@@ -89,7 +89,7 @@ def test_tokens_and_logits_are_those_of_the_whole_forward_pass(family):
 
 
 @pytest.mark.parametrize(("family", "sizes"), [
-    *slow(("gpt2", {"tensor": 2})), *exhaustive(("deepseek_v3", {"tensor": 2, "fsdp": 2}))])
+    *exhaustive(("gpt2", {"tensor": 2}), ("deepseek_v3", {"tensor": 2, "fsdp": 2}))])
 def test_adapters_are_part_of_the_model(family, sizes):
     """Adapters of latents count too, whose projections are absorbed while one token at a time is computed."""
     run = build(family, lora__rank=3, lora__alpha=6.0, **{f"mesh__{axis}": size for axis, size in sizes.items()})
@@ -198,7 +198,7 @@ def test_a_cpu_changes_the_cache_in_place(family, keys, monkeypatch):
 
 
 @pytest.mark.parametrize("family", [
-    *slow("gpt_oss"), *exhaustive("alternating", "deepseek_v3")])
+    *exhaustive("gpt_oss", "alternating", "deepseek_v3")])
 def test_stacked_layers_give_the_same(family, monkeypatch):
     """Accelerators have stacked layers: there a loop takes weights and entries of the cache out of stacks."""
     run = build.__wrapped__(family)
@@ -210,7 +210,7 @@ def test_stacked_layers_give_the_same(family, monkeypatch):
     check_same(found, varied(family))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_follows_a_prompt_does_not_depend_on_the_others_and_compiles_once():
     run, family = build("gpt2"), "gpt2"
     weights, programs = state(run, family), decoding(run)
@@ -309,7 +309,7 @@ def test_finished_rows_are_replaced_on_a_mesh(family, sizes, monkeypatch):
 
 
 @pytest.mark.parametrize(("family", "sizes"), [
-    *slow(("llama", dict(data=2, tensor=2))), *exhaustive(("mixtral", {}))], ids=str)
+    *exhaustive(("llama", dict(data=2, tensor=2)), ("mixtral", {}))], ids=str)
 def test_stop_strings_in_rows_that_are_replaced(family, sizes, monkeypatch):
     """Stop strings are found on the host, some tokens later."""
     monkeypatch.setattr("jaxtrain.hub.generate.CHUNK", 5)

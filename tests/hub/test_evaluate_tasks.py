@@ -107,7 +107,7 @@ def begun(words, cwd, environment):
     return subprocess.Popen([sys.executable, *words], cwd=cwd, env=environment, text=True, stderr=subprocess.PIPE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_give_the_results_of_one(workdir, tasks, tmp_path):
     words = [f"{workdir}", "--tasks=choose,go_on", f"--include={tasks}", "--log_samples", "--limit=2"]
     where = ["--config.mesh.data=2", f"--output={tmp_path / 'two.json'}"]

@@ -70,7 +70,7 @@ def test_a_published_run_begins_another_with_the_same_parameters(workdir, publis
     assert int(state.step) == 0 and float(sum(np.abs(x).sum() for x in jax.tree.leaves(state.opt_state))) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_begins_another_and_a_resumed_one_goes_on_with_its_own(workdir, tmp_path):
     """The other run has another optimizer, and the run itself is continued by the same command line."""
     keys = dict(train__init_from=f"{workdir}@2", optimizer__name="muon")
@@ -94,7 +94,7 @@ def test_what_computes_otherwise_than_the_published_model_is_told(published, cap
     assert "but with model.rope_theta=500.0 instead of 10000.0\n" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_export_and_begin_as_one_does(workdir, published, tmp_path, forked):
     """Each holds a part of every parameter, and writes a part of the files."""
     def both(*words):

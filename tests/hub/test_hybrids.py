@@ -9,12 +9,12 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.sharding import activations, mesh_context
 from tests.hub import published, published_models
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 
 ROWS, LENGTH = 4, 16
 # Gated DeltaNet; Mamba-2, experts and attention without positions; attention beside Mamba-2; short convolutions; shared
 # keys and inputs of layers.
-NAMES = ("nemotron_h_moe", *slow("qwen3_5", "falcon_h1", "lfm2", "gemma4_small"))
+NAMES = ("nemotron_h_moe", *slow("qwen3_5", "falcon_h1", "lfm2"), *exhaustive("gemma4_small"))
 
 
 @pytest.fixture(scope="module", params=NAMES)

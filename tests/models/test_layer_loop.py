@@ -35,7 +35,7 @@ def test_every_layer_is_applied_in_order_as_one_of_its_kind(kinds, unroll):
     ("gemma3", dict(model__num_layers=5, train__unroll=1)),
     pytest.param("gemma3", dict(model__num_layers=6, train__unroll=2, train__remat="full"), marks=pytest.mark.slow),
     ("qwen2", dict(model__num_layers=4, train__unroll=1)),  # G L L L
-    pytest.param("gpt_oss", dict(train__unroll=1), marks=pytest.mark.slow),
+    pytest.param("gpt_oss", dict(train__unroll=1), marks=pytest.mark.exhaustive),
 ])
 def test_no_branch_is_left_and_the_numbers_are_those_of_plain_layers(family, keys):
     run = reference.build(family, (1, 2, 1), **keys)

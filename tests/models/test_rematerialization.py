@@ -64,7 +64,7 @@ def test_no_policy_changes_a_number(remat, unroll):
         np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-8)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("remat", ["attention", "recurrent_states"])
 def test_kept_states_change_no_gradient(remat):
     """Two layers, one with states and one with attention, in rows of two chunks."""
@@ -80,7 +80,7 @@ def test_kept_states_change_no_gradient(remat):
         np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-8)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_names_and_layers_say_what_is_kept():
     full, half, mlp = (compiled(remat)[0].memory_analysis().temp_size_in_bytes for remat in (
         "full", "full:3,mlp", "mlp"))

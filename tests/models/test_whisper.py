@@ -28,7 +28,7 @@ def model(**keys):
 FRAMES = np.random.default_rng(1).normal(size=(3, 16, 4)).astype(np.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("back", [0, 1])
 def test_chunk_by_chunk_is_the_whole_pass(back):
     whisper = model(audio_chunk=2, audio_chunks_back=back)

@@ -77,8 +77,8 @@ def by_xla():
     return jax.device_get(run.value_and_grad(run.init(), reference.batch(0, 16)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", [dict(mesh__expert=2), dict(mesh__expert=2, mesh__tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "keys", [*slow(dict(mesh__expert=2, mesh__tensor=2)), *exhaustive(dict(mesh__expert=2))], ids=str)
 def test_the_kernels_of_triton_give_the_same_gradients_in_the_real_step(keys):
     """Pallas interprets them on any mesh."""
     run = build("mixtral", WIDE | dict(train__grouped_matmul="triton") | keys)

@@ -52,7 +52,7 @@ CASES |= {f"pissa, {name}": (CASES[name][0], CASES[name][1] | dict(lora__init="p
           for name in ("all axes", "zero-bubble", "latents, experts")}
 QUICK = ("tensor",)
 # The others have meshes and kinds of adapters that are in these, too.
-SLOW = ("dora, nf4, remat, context", "experts, biases, buffers", "zero-bubble", "pissa, all axes")
+SLOW = ("dora, nf4, remat, context", "zero-bubble", "pissa, all axes")
 
 
 @pytest.mark.parametrize("name", [

@@ -78,7 +78,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cache")
 @devices(4)
 def test_a_run_goes_on_with_its_state_elsewhere(tmp_path, tmp_path_factory):

@@ -34,7 +34,7 @@ def test_policy_saves_at_least_the_attention_scores(policy, unroll):
     assert saved > 0.8 * SCORES, f"{policy} saves {saved:,} bytes; the scores alone are {SCORES:,}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_policies_keep_what_they_name():
     """Each keeps more than the one before: nothing, attention's output, matmuls' results, both."""
     full, attention, dots, both = map(temporary, ("full", "attention", "dots", "attention_and_dots"))

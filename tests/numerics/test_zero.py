@@ -64,7 +64,7 @@ def test_losses_are_the_same_in_every_stage():
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_data_cannot_split_but_along_the_layers_stays_whole():
     """A width that divides by fsdp and by data, but not by both: layers are taken from their stack one by one."""
     keys = dict(model__embed_dim=36, model__head_dim=8, optimizer__zero_stage=3)

@@ -167,7 +167,7 @@ def text_of(corpus):
     return dict(data__source=str(corpus.parent / "text.txt"), train__steps=2, lora__rank=0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
     """The reward is what its module gives at the last token before the one that ends an answer."""
     folder, _, _, state = rewarded

@@ -423,7 +423,7 @@ def test_each_strategy_says_what_its_formula_says(strategy, n):
     assert sum(c.bytes for c in integers) <= all_segments
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kept_attention_is_not_computed_again():
     """Its two outputs are all that the policy keeps, and they suffice."""
     hops = {remat: reference.build("gpt2", (1, 1, 1), mesh__context=2, mesh__context_strategy="ring",

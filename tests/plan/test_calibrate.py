@@ -18,7 +18,7 @@ from tests.tiny import virtual_devices
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_quick_on_two_virtual_devices(tmp_path, capsys):
     file = tmp_path / "mine.json"
     done = subprocess.run(

@@ -47,7 +47,7 @@ def test_stages_are_offered_for_the_layers_of_both_stacks():
     assert {mesh["mesh.stage"] for mesh in search.meshes(config, targets.TARGETS["h100"], 64)} == {1, 2, 4, 8, 16, 32}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_that_is_offered_fits_and_the_fastest_is_first(found):
     assert found.fitting
     assert all(choice.estimate.bytes <= found.target.room for choice in found.fitting)
@@ -123,7 +123,7 @@ def test_an_offloaded_state_takes_the_hosts_memory_and_the_time_of_its_way():
     assert away.time.parts["copies from and to hosts"] == pytest.approx(2 * away.host / target.host)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_state_goes_to_the_hosts_where_rows_cannot_be_accumulated():
     few = tiny(data__global_batch_size=8)  # as many as devices
     least = estimate(change(few, {"mesh.fsdp": 8, "train.remat": "full"}), targets.TARGETS["h100"], 8)

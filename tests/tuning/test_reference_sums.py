@@ -110,7 +110,7 @@ def whole(corpus, tmp_path_factory):
     return folder, jt.train(tiny(corpus), folder)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_is_that_with_a_copy_and_has_none(corpus, whole, tmp_path):
     folder, state = whole
     copied = jt.train(tiny(corpus, preference__reference="copy"), tmp_path / "copy")
@@ -184,7 +184,7 @@ def test_two_processes_compute_what_one_does(corpus, whole, tmp_path, computed, 
     assert "preference.reference: " not in said[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_the_run_began_with_is_asked_for_when_numbers_are_missing(corpus, whole, tmp_path, capfd):
     text = corpus.parent / "text.txt"
     text.write_text("".join(record["prompt"] + record["chosen"] + "\n" for record in RECORDS * 20))

@@ -244,7 +244,7 @@ def test_training_equals_steps_on_answers_of_earlier_states_and_goes_on(files, t
         jt.train(config(files, **keys, rl__staleness=1), tmp_path / "parts")
 
 
-@pytest.mark.parametrize("begins", [*slow("with one process"), *exhaustive("with two")])
+@pytest.mark.parametrize("begins", [*exhaustive("with one process", "with two")])
 def test_two_processes_go_on_as_one_does_and_one_of_them_asks(files, tmp_path, begins):  # noqa: F811
     (tmp_path / "reward.py").write_text(f"""
 import os

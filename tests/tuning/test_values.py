@@ -59,7 +59,7 @@ def with_a_head(state):
     return replace(state, params={**state.params, "value_head": {"kernel": jax.device_put(kernel, head.sharding)}})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_hold_the_values_of_the_state_that_made_the_answers_on_any_mesh(files):  # noqa: F811
     made = []
     for devices, mesh in ((4, dict(mesh__data=2, mesh__tensor=2)),
@@ -89,7 +89,7 @@ def test_rows_hold_the_values_of_the_state_that_made_the_answers_on_any_mesh(fil
         np.testing.assert_allclose(made[1][name], column, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_goes_on_reads_its_values_and_others_begin_with_or_without_its_head(files, tmp_path):  # noqa: F811
     plain = dict(rl__prompts="", rl__reward="", rl__group_size=8, rl__max_new_tokens=64,
                  data__source=str(files / "reward.py"))

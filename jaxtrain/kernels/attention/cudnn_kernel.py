@@ -8,6 +8,7 @@ Shape suffixes: B batch, T and S queries and keys, H query heads, G key/value he
 """
 
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,10 @@ def part(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
 
     width = v_BSGK.shape[-1]
     mask = None if seen_BTS is None else jnp.broadcast_to(seen_BTS[:, None], (len(q_BTHK), 1, *seen_BTS.shape[1:]))
-    out_BTHK, lse_BHT = wheel.dot_product_attention(
+    results: Any = wheel.dot_product_attention(
         q_BTHK, k_BSGK, _padded(v_BSGK, q_BTHK), mask=mask, scale=q_BTHK.shape[-1]**-0.5,
         mask_type=wheel.MaskType.NO_MASK, qkv_layout="BTNH", return_residual=True)
+    out_BTHK, lse_BHT = results
     lse_BTH = lse_BHT.swapaxes(1, 2)
     out_BTHK = out_BTHK[..., :width]
     if seen_BTS is None:

@@ -98,9 +98,9 @@ def part(widths: tuple[int, ...], q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: 
     their window.
     """
     (_, T, _, K), width = q_BTHK.shape, v_BTGK.shape[-1]
-    arrays = (_padded(x, max(K, width), widths) for x in (q_BTHK, k_BTGK, v_BTGK))
+    q, k, v = (_padded(x, max(K, width), widths) for x in (q_BTHK, k_BTGK, v_BTGK))
     with jax.named_scope(f"window_{window}"):
-        out_BTHK, lse_BHT = _results(("mosaic", window, soft_cap, K**-0.5), *arrays,
+        out_BTHK, lse_BHT = _results(("mosaic", window, soft_cap, K**-0.5), q, k, v,
                                      _both(ranges.first_key, ranges.last_key))
     return out_BTHK[:, :T, :, :width], lse_BHT.swapaxes(1, 2)[:, :T] * LN2
 

@@ -19,7 +19,6 @@ from jaxtrain.sharding import mesh_context
 
 if TYPE_CHECKING:
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
-    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
 
 LANES = 128  # of a TPU's registers: sequences are padded to a multiple
 PADDING = LANES  # of sequences, to a multiple; `auto` leaves shorter ones to another backend
@@ -82,8 +81,9 @@ def part(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: j
     own: keys are those of the queries' own tokens, whose order is that of their positions; else each query sees all of
     them that are of its segment.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as wheel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
+    wheel: Any = splash_attention_kernel
     kernel, window = _of_part(q_BTHK, k_BSGK, own, soft_cap)
 
     def one(q, k, v, ids=None):
@@ -94,15 +94,17 @@ def part(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: j
     with jax.named_scope(f"window_{window}"):
         out_BHTK, lse_BHT = jax.jit(jax.vmap(one))(*_by_head(q_BTHK * q_BTHK.shape[3]**-0.5, k_BSGK, v_BSGK),
                                                    *_ids(q_BTHK, k_BSGK, segments_BT, keys_BS, window))
-    return tuple(jnp.swapaxes(x, 1, 2)[:, :q_BTHK.shape[1]] for x in (out_BHTK, lse_BHT))
+    out_BTHK, lse_BTH = (jnp.swapaxes(x, 1, 2)[:, :q_BTHK.shape[1]] for x in (out_BHTK, lse_BHT))
+    return out_BTHK, lse_BTH
 
 
 def part_gradients(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull_BTHK: jax.Array, out_BTHK: jax.Array,
                    lse_BTH: jax.Array, segments_BT: jax.Array | None, keys_BS: jax.Array | None, own: bool,
                    soft_cap: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the contributions of these keys to the gradients; out_BTHK, lse_BTH: those over all keys."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as wheel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
+    wheel: Any = splash_attention_kernel
     (_, T, _, K), S, (kernel, window) = q_BTHK.shape, k_BSGK.shape[1], _of_part(q_BTHK, k_BSGK, own, soft_cap)
 
     def one(q, k, v, pull, out, lse, ids=None):
@@ -120,7 +122,7 @@ def part_gradients(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull
 ALONE = {"residual_checkpoint_name": None}  # what policies keep are results over all keys
 
 
-def _of_part(q_BTHK: jax.Array, k_BSGK: jax.Array, own: bool, soft_cap: float) -> "tuple[SplashAttentionKernel, int]":
+def _of_part(q_BTHK: jax.Array, k_BSGK: jax.Array, own: bool, soft_cap: float) -> tuple[Any, int]:
     window, (T, S) = 0 if own else BOTH_WAYS, (-(-x.shape[1] // LANES) * LANES for x in (q_BTHK, k_BSGK))
     return _kernel(T, S, q_BTHK.shape[2], window, soft_cap, mesh_context.platform() == "cpu"), window
 

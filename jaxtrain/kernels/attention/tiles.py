@@ -96,6 +96,7 @@ def backward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull: Pull
     G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
     queries, keys, unseen = _in_this_layer(q_BTHK, queries, keys)
     of_keys = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), cut_tokens(keys, side)
+    assert pull.delta is not None
     of_queries = *(_cut(x, (G, R), side) for x in (q_BTHK, pull.pull, pull.lse, pull.delta)), cut_tokens(queries, side)
 
     def add(gradients, pair):

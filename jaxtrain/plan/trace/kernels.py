@@ -152,6 +152,7 @@ def at_once(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT
     keys_BS = segments_BT if key_segments_BS is None else key_segments_BS
     if keys_BS is None or (keys_BS.dtype == bool and window == BOTH_WAYS):  # none, or lengths
         return _kernel(window, q_BTHK, k_BSGK, v_BSGK)
+    assert segments_BT is not None
     return _kernel(window, q_BTHK, k_BSGK, v_BSGK, *_mask(
         segments_BT[:, None, :, None] == keys_BS[:, None, None, :], q_BTHK.dtype))
 

@@ -373,7 +373,7 @@ def test_one_process_killed(processes, flags, alone, tmp_path):
     assert_went_on_as(alone, flags, work)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(processes, flags, alone, tmp_path):
     work = tmp_path / "work"
     with processes([*flags, "--config.checkpoint.every=5"], work, 1, 8) as started:

@@ -10,7 +10,7 @@ from tests.tiers import exhaustive, slow
 
 # LongRoPE's factors are here those of `model.max_seq_len`, and in transformers those of each text's length.
 COMPARED = [name for name in CASES if not name.endswith("longrope_long")]
-SAMPLED = COMPARED[::6]  # others are exhaustive
+SAMPLED = COMPARED[::9]  # others are exhaustive
 
 
 @pytest.mark.parametrize("name", [*slow(*SAMPLED), *exhaustive(*(name for name in COMPARED if name not in SAMPLED))])

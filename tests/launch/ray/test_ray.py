@@ -154,7 +154,7 @@ def told(what: str, workdir: Path, *flags: str) -> None:
     assert jobs_command.main([what, f"{workdir}", *flags]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_has_the_losses_of_one_here(cluster, tmp_path, tmp_path_factory, monkeypatch):
     """Bit by bit: two nodes with a device each, and one process with two."""
     flags = tiny_flags(tmp_path_factory, [

@@ -100,7 +100,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("family", "mesh", "keys"), [
     pytest.param(*case, id=f"{case[0]}-{case[2]['rope_type']}-{case[1]}",
-                 marks=slow_if(i == 5))
+                 marks=slow_if(i == 2))
     for i, case in enumerate(MODELS)])
 def test_models_with_scaled_positions_have_the_numbers_of_the_plain_model(family, mesh, keys):
     """Loss and gradients; without scaling both would be others."""

@@ -269,8 +269,8 @@ def rigged(c):
 
 
 @pytest.mark.parametrize(("sizes", "exchange"), [
-    *slow((dict(expert=4, context=2), "ragged")), *exhaustive(
-        (dict(expert=4), "gather"), (dict(expert=4), "ragged"), (dict(expert=4, context=2), "gather"))], ids=str)
+    *exhaustive((dict(expert=4, context=2), "ragged"), (dict(expert=4), "gather"), (dict(expert=4), "ragged"),
+                (dict(expert=4, context=2), "gather"))], ids=str)
 def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     module, params, arguments = rigged(SOFTMAX)

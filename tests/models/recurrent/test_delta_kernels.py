@@ -19,7 +19,9 @@ from tests.models.recurrent import over_time
 from tests.models.recurrent.over_time import MIXERS, single
 from tests.models.recurrent.test_recurrent_mixers import TOLERANCE, TWO, Placed, compiled
 from tests.numerics import reference
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
+
+ON_MESH = {"data": 2, "context": 2, "tensor": 2}
 
 
 @pytest.fixture
@@ -62,8 +64,9 @@ def test_rows_cut_over_devices_have_them_too(name, interpreted):
     assert over_time.worst(placed.back(placed.run(by_kernels(name))), over_time.truth(name)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("interpreter", "mesh"), [("tpu", {}), ("gpu", {"data": 2, "context": 2, "tensor": 2})])
-@pytest.mark.parametrize("family", slow("qwen3_5", "kimi_linear"))
+@pytest.mark.parametrize(("family", "interpreter", "mesh"), [
+    *slow(("qwen3_5", "gpu", ON_MESH)),
+    *exhaustive(("qwen3_5", "tpu", {}), ("kimi_linear", "tpu", {}), ("kimi_linear", "gpu", ON_MESH))])
 def test_loss_and_gradients_of_a_model(family, interpreter, mesh, monkeypatch):
     """Packed documents, through whole layers: those of plain float32 on one device, one token after another."""
     monkeypatch.setattr(chunk_kernels, "INTERPRET", interpreter)

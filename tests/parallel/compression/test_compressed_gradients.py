@@ -92,7 +92,7 @@ def test_gradients_are_those_of_the_plain_simulation(method):
         assert off <= values * (0.005 if method in ("int8", "int4", "top_k") else 0), (n, off, values)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layers_of_an_encoder_that_all_stages_compute_are_matrices_of_their_own():
     """A step of a decoder that reads images, whose encoder has such a stack, from plain gradients of each peer."""
     run = jt.build(plain_vision.config("vision_language", mesh__data=PEERS, compression__method="power_sgd",

@@ -118,8 +118,8 @@ def test_a_table_may_place_stages_in_another_order(tmp_path):
 
 
 @pytest.mark.parametrize(("schedule", "precision", "tolerance"), [
-    *slow(("zb_v", "float16", 1e-2)),
-    *exhaustive(("1f1b", "bfloat16", 5e-2), ("1f1b", "float16", 1e-2), ("zb_v", "bfloat16", 5e-2))])
+    *exhaustive(("zb_v", "float16", 1e-2), ("1f1b", "bfloat16", 5e-2), ("1f1b", "float16", 1e-2),
+                ("zb_v", "bfloat16", 5e-2))])
 def test_low_precision_is_close(schedule, precision, tolerance):
     keys = pipeline(schedule, mesh__stage=2, model__num_layers=5, train__precision=precision)
     reference.check(reference.build("gpt2", (1, 2, 1), **keys), steps=FEW, tolerance=tolerance)

@@ -140,13 +140,15 @@ def test_what_users_write_down_counts(config, tmp_path):
     theirs = targets.TARGETS["h100"].efficiency
     mixtral = load_config(CONFIGS / "mixtral_8x7b.py", {
         "mesh.fsdp": 2, "mesh.expert": 8, "mesh.tensor": 1, "mesh.data": 1, "data.global_batch_size": 64})
-    reads = {"grouped": mixtral, "attention": change(config, {"train.attention": "cudnn"})}
+    reads = {"grouped": mixtral, **{key: change(config, {"train.attention": kernel})
+                                    for key, kernel in (("attention", "cudnn"), ("triton", "triton"))}}
     file, usual = tmp_path / "targets.json", {}
     for what in theirs:
         file.write_text(json.dumps({"ours": {"like": "h100", "efficiency": {what: theirs[what] / 2}}}))
         ours = targets.read(file)["ours"]
         assert ours.efficiency == {**theirs, what: theirs[what] / 2}
-        if what not in ("grouped", "mosaic") or jax.__version_info__ >= (0, 11):  # before, these kernels are not used
+        # Before JAX 0.11 these kernels are not used.
+        if what not in ("grouped", "mosaic", "triton") or jax.__version_info__ >= (0, 11):
             reader = reads.get(what, config)
             if id(reader) not in usual:
                 usual[id(reader)] = step(reader, targets.TARGETS["h100"])

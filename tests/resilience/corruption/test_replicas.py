@@ -124,7 +124,7 @@ def with_fault(monkeypatch, at, device):
     monkeypatch.setattr(Replays, "run", run)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @devices(4)
 def test_a_run_with_a_wrong_device(flags, tmp_path, capfd):
     workdir = tmp_path / "work"

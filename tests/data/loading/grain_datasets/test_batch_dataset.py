@@ -24,6 +24,7 @@ from jaxtrain.data.packing.packed_rows import PackedRows
 from jaxtrain.errors import UserError
 from tests.data.loading.test_golden_batches import CASES, sequences, tokens
 from tests.data.loading.test_loader import make, run, same
+from tests.tiers import exhaustive, slow
 
 
 def dataset(**options) -> BatchDataset:
@@ -212,8 +213,7 @@ def test_what_cannot_be_sent_to_workers_is_refused():
                 next(stream)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["stages", "bucket"])
+@pytest.mark.parametrize("name", [*slow("bucket"), *exhaustive("stages")])
 def test_a_run_with_workers_is_to_the_bit_that_without(tmp_path, name):
     """They open the config's corpus themselves; it resumes with another number of them."""
     keys = {"stages": {"data.stages": [{"from_step": 3, "seq_len": 32, "global_batch_size": 32}]},
