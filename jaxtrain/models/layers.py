@@ -346,7 +346,8 @@ class Stack(nnx.Module):
 
         if layer_loop.is_eager((x, args, given)):
             return layer_loop.in_turn(partial(step, lambda f: f, False), x, given)
-        known = self.num_layers if self.numbered and slots is None else 0
+        # While decoding, kinds are asked for in the loop: to split stacks by kinds would copy them for each token.
+        known = self.num_layers if self.numbered and slots is None and cache is None else 0
         kinds = [cast(Any, self.layer).kind(self.first + n) for n in range(known)]
         parts, at = [], 0
         for own, wide, count in [(self._wrap, None, 0)] if of_stage else self._parts(slots is None):
