@@ -53,6 +53,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
+@pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
+def leave_out(config, items):
+    """Keep one of CI_EVERY tests, for .ci/run on a slow machine; the others are counted as deselected."""
+    every = int(os.environ.get("CI_EVERY", 1))
+    config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % every])
+    items[:] = items[::every]
+
+
 def pytest_collection_finish():
     """Thousands of tests and all modules stay to the end: the collector of garbage need not look for any among them."""
     gc.freeze()

@@ -91,6 +91,14 @@ def test_each_tier_may_be_run_alone(words, quick, slow, small_project):
     assert any("test-all,docs" in line for line in lines) == slow
 
 
+def test_on_a_slow_machine_every_second_test_runs():
+    command = [sys.executable, "-m", "pytest", "tests/test_ci.py", "-m", "", "--collect-only"]
+    collected = [{line for line in subprocess.run(command, cwd=ROOT, env=os.environ | {"CI_EVERY": every},
+                                                  capture_output=True, text=True).stdout.splitlines() if "::" in line}
+                 for every in ("1", "2")]
+    assert collected[1] < collected[0] and len(collected[1]) == (len(collected[0]) + 1) // 2
+
+
 def test_an_unknown_tier_is_refused():
     done = subprocess.run([ROOT / ".ci/run", "all of it"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "usage: .ci/run [quick|slow]\n")

@@ -53,9 +53,9 @@ def test_short_and_told(file):
     ("gpt_oss_20b.py:120b", {"mesh.expert": 1}, 116_829_156_672),
     ("olmo3_7b.py", {}, 7_298_011_136),
     ("glm4_5_air.py", {"mesh.expert": 1}, 106_852_251_264),  # without the layer that looks ahead
-    ("kimi_linear_48b.py", {"mesh.expert": 1}, 49_122_681_728),
+    *slow(("kimi_linear_48b.py", {"mesh.expert": 1}, 49_122_681_728)),
     ("qwen3_5_9b.py", {}, 8_953_803_264),  # the text model
-    ("nemotron_h_8b.py", {}, 8_100_852_736),
+    *slow(("nemotron_h_8b.py", {}, 8_100_852_736)),
     # Without the 1500 positions of the encoder, which are not trained.
     ("whisper.py:tiny", {}, 37_760_640 - 1500 * 384), ("whisper.py:base", {}, 72_593_920 - 1500 * 512),
     ("whisper.py:small", {}, 241_734_912 - 1500 * 768), ("whisper.py:medium", {}, 763_857_920 - 1500 * 1024),

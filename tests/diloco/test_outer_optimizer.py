@@ -71,7 +71,7 @@ def test_islands_with_meshes_of_their_own():
     check(archipelago((ONE, FSDP, TENSOR)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_in_float16_with_an_average_are_those_of_plain_training_to_the_bit():
     """One island exchanges after every step: the loss scale, moments and average are not the exchange's."""
     keys = dict(lora__rank=2, train__precision="float16", train__accumulation=2, train__ema_decay=0.9,

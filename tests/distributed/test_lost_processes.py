@@ -151,7 +151,7 @@ def test_killed(started, flags, tmp_path, processes, devices, victim):
                 if event["kind"].startswith("peer")} == {("peer_lost", victim)}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_fails(started, flags, tmp_path):
     with started(flags, tmp_path, what="raise OSError('the disk is on fire')") as run:
         (status, said), (failed, reason) = ended(run)

@@ -108,7 +108,7 @@ def test_it_is_the_recurrence_on_any_mesh(case):
     assert max(jax.tree.leaves(moved)) > 1e-4, "the average does not lag behind, so it proves little"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_without_one_begins_it_at_its_parameters(tmp_path):
     run, step = made("zero 3, offloaded")
     state = run.init(seed=5)

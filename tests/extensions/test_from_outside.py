@@ -32,6 +32,7 @@ def config(tmp_path, **keys):
         "checkpoint.every": 2, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, **keys})
 
 
+@pytest.mark.slow
 def test_one_that_is_given_trains_on_a_mesh_and_resumes(tmp_path, module, capsys):
     def run(steps=STEPS, **more):
         return jt.build(config(tmp_path, **{"train.steps": steps}), extensions=[module.Lookahead(EVERY, RATE)], **more)

@@ -287,7 +287,7 @@ def answers(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_surrounds_texts_and_answers_is_published(answers, monkeypatch, tmp_path, capsys):
     from jaxtrain.commands import generate as generate_command
     from jaxtrain.hub.trained_tokenizer import tokenizer_of

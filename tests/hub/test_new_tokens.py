@@ -62,7 +62,7 @@ def test_a_table_of_inputs_of_layers_that_is_large_enough_stays(tmp_path):
         begun(folder, model | {"per_layer_vocab": ROWS + 2}, ROWS + 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_of_ones_own_begins_with_more_tokens_too(folder, tmp_path):
     """The same holds with frozen parameters in few bits, and with a vocabulary that would not divide over the mesh."""
     (tmp_path / "text.txt").write_text("It was the best of times.\n" * 50)

@@ -6,6 +6,7 @@ import pytest
 
 from jaxtrain.models.layer_loop import loop, period_of
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 
 
 def test_kinds_begin_anew_after_their_period():
@@ -31,11 +32,10 @@ def test_every_layer_is_applied_in_order_as_one_of_its_kind(kinds, unroll):
 
 
 @pytest.mark.parametrize(("family", "keys"), [
-    ("gemma3", dict(model__num_layers=5, train__unroll=0)),  # L G L G L
-    ("gemma3", dict(model__num_layers=5, train__unroll=1)),
-    pytest.param("gemma3", dict(model__num_layers=6, train__unroll=2, train__remat="full"), marks=pytest.mark.slow),
-    ("qwen2", dict(model__num_layers=4, train__unroll=1)),  # G L L L
-    pytest.param("gpt_oss", dict(train__unroll=1), marks=pytest.mark.exhaustive),
+    ("gemma3", dict(model__num_layers=5, train__unroll=1)),  # L G L G L
+    *slow(("qwen2", dict(model__num_layers=4, train__unroll=1))),  # G L L L
+    *exhaustive(("gemma3", dict(model__num_layers=5, train__unroll=0)), ("gpt_oss", dict(train__unroll=1)),
+                ("gemma3", dict(model__num_layers=6, train__unroll=2, train__remat="full"))),
 ])
 def test_no_branch_is_left_and_the_numbers_are_those_of_plain_layers(family, keys):
     run = reference.build(family, (1, 2, 1), **keys)

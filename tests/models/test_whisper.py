@@ -67,7 +67,7 @@ def test_an_encoder_of_the_whole_cannot_stream():
         nnx.eval_shape(model).begin_stream(FRAMES[:, :1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_decoding_with_a_cache_is_the_pass_without_one():
     """Greedily, and with beams that search the same tree, from its root or from where the first tokens are known."""
     whisper, new = model(), 6

@@ -82,7 +82,7 @@ def test_any_mesh_gives_the_numbers_of_one_device_everywhere(case):
 
 
 @pytest.mark.parametrize("layers", [
-    *exhaustive(4), *slow(5)])
+    *exhaustive(4, 5)])
 def test_layers_unrolled_in_twos_give_the_numbers_of_one_device(layers):
     """The mesh is one where activations are typed `reduced`; five layers leave a rest."""
     reference.check(reference.build("gpt2", (1, 1, 2), train__unroll=2, model__num_layers=layers), "gpt2", steps=2)
@@ -107,8 +107,7 @@ def test_one_device_gives_the_numbers_of_the_plain_model(family):
 
 
 @pytest.mark.parametrize(("mesh", "keys"), [
-    *slow(((2, 2, 2), dict(train__accumulation=2))),
-    *exhaustive(((1, 1, 8), dict(train__remat="dots")),
+    *exhaustive(((2, 2, 2), dict(train__accumulation=2)), ((1, 1, 8), dict(train__remat="dots")),
                 ((1, 1, 2), dict(mesh__stage=2, mesh__context=2, pipeline__schedule="zb_h1")))], ids=str)
 def test_biases_of_queries_keys_and_values_on_a_mesh(mesh, keys):
     reference.check(reference.build("qwen2", mesh, **keys), "qwen2", FEW)

@@ -18,11 +18,11 @@ QUICK = [
     ("mixtral", dict(mesh__expert=2, mesh__tensor=2, mesh__fsdp=2, train__remat="full")),
 ]
 SLOW = [
-    ("alternating", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2, pipeline__schedule="zb_h1",
-                         train__remat="attention")),
     ("qwen3_moe", dict(mesh__context=2, mesh__expert=2, mesh__tensor=2)),
 ]
 EXHAUSTIVE = [
+    ("alternating", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2, pipeline__schedule="zb_h1",
+                         train__remat="attention")),
     ("gpt_oss", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),  # test_gpt_oss.py has that mesh
     ("deepseek_v3", dict(mesh__expert=4, mesh__tensor=2, train__accumulation=2)),
     ("qwen3_moe", dict(mesh__expert=4, mesh__data=2, train__accumulation=2)),

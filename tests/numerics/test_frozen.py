@@ -51,7 +51,7 @@ def test_the_rest_learns_as_in_plain_training(name):
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), state.frozen, frozen)), "one has changed"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @devices(2)
 def test_frozen_parameters_rest_in_their_own_dtype_and_are_checkpointed(tmp_path):
     (tmp_path / "text.txt").write_text("a line of text\n" * 200)

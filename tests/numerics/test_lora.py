@@ -52,7 +52,7 @@ CASES |= {f"pissa, {name}": (CASES[name][0], CASES[name][1] | dict(lora__init="p
           for name in ("all axes", "zero-bubble", "latents, experts")}
 QUICK = ("tensor",)
 # The others have meshes and kinds of adapters that are in these, too.
-SLOW = ("dora, nf4, remat, context", "zero-bubble", "pissa, all axes")
+SLOW = ("dora, nf4, remat, context", "pissa, all axes")
 
 
 @pytest.mark.parametrize("name", [
@@ -89,7 +89,7 @@ def initial(run):
     return jax.device_get(run._compiled_init.lower(seed).compile(compiler_options=reference.QUICKLY)(seed).all_params)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_begins_as_the_one_that_is_adapted():
     plain, run = reference.build("llama"), reference.build("llama", **LORA)
     tokens = reference.batch(0)["tokens"]

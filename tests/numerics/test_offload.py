@@ -64,7 +64,7 @@ def test_the_numbers_are_those_of_a_state_on_the_devices(family, mesh, keys):
     same(*states, 20 * tolerance)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_that_is_not_finite_changes_nothing():
     run = reference.build("gpt2", (2, 2, 1), optimizer__offload=True)
     step, state = reference.compiled(run), reference.start(run)

@@ -12,7 +12,7 @@ from tests.numerics import reference
 from tests.objectives import plain_kto as plain
 from tests.objectives import tuned
 from tests.objectives.tuned import resumed
-from tests.tiers import exhaustive, slow, slow_if
+from tests.tiers import exhaustive, slow_if
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 KTO = dict(preference__loss="kto", preference__beta=0.5, data__packing="answers")
@@ -53,7 +53,7 @@ def records(labelled):
             for i in range(80)]
 
 
-@pytest.mark.parametrize("labelled", [*slow(True), *exhaustive(False)], ids=["labels", "pairs"])
+@pytest.mark.parametrize("labelled", exhaustive(True, False), ids=["labels", "pairs"])
 def test_a_run_learns_from_labels_and_from_pairs_and_goes_on(labelled, tmp_path):
     tmp_path.joinpath("answers.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records(labelled)))
     made = [f"--input={tmp_path}/answers.jsonl", f"--output={tmp_path}/corpus", "--eval_fraction=0.2"]

@@ -40,7 +40,7 @@ CASES = {
     "one device, without ctc": dict(model__ctc_weight=0.0),
     "zero": dict(mesh__data=2, mesh__fsdp=4, optimizer__zero_stage=3),
 }
-SLOW = ("chunks, context, tensor", "context, silence, kernels")
+SLOW = ("context, silence, kernels",)
 
 
 @functools.cache

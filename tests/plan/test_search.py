@@ -18,6 +18,7 @@ from jaxtrain.plan.cost.time import COPIES
 from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.plan.report.table import Choice, Found, explained, keys, milliseconds
 from jaxtrain.plan.targets import gigabytes
+from tests.tiers import slow
 
 TINY = {"mesh.fsdp": 1, "train.accumulation": 1, "data.global_batch_size": 16}
 
@@ -322,7 +323,7 @@ def test_other_precisions_are_ranked_where_they_are_asked_for():
     assert "precision=float32" in f"{slow}" and "--config.train.precision=float32" in keys(ranked, slow)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_stage_of_zero_is_looked_at():
     config = tiny(data__global_batch_size=64)
     large = search.search(config, targets.TARGETS["h100"], 8, meshes_traced=2, refined=2)
@@ -343,7 +344,7 @@ def test_nothing_fits(name, alone, bytes_each, tmp_path, capsys):
     assert state / 100_000 < int(least[1]) <= 4 * state / 100_000
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_remat_auto_keeps_as_much_as_fits(monkeypatch):
     """Everything where it fits; else the first layers keep less, and one layer more of those that keep more would not
     fit.
@@ -382,7 +383,8 @@ def test_results_on_hosts_take_their_memory_and_pass_partly_behind_products():
     assert away.time.parts[COPIES] > away.time.hidden[COPIES] > 0
 
 
-@pytest.mark.parametrize(("asked", "compared"), [("auto", {"ulysses", "ring", "gather"}), ("gather", {"gather"})])
+@pytest.mark.parametrize(("asked", "compared"), [
+    *slow(("auto", {"ulysses", "ring", "gather"})), ("gather", {"gather"})])
 def test_strategies_of_context_parallelism_are_compared_unless_one_is_asked_for(asked, compared):
     found = Found(tiny(mesh__context_strategy=asked), targets.TARGETS["h100"], 2)
     look = search._Looker(found)

@@ -13,6 +13,7 @@ from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
 from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.sharding.mesh import AXES
+from tests.tiers import exhaustive, slow
 
 ROWS, LONG = 8, 32768
 
@@ -56,7 +57,7 @@ def test_plain_attention_computes_the_keys_that_its_blocks_of_queries_see(T, win
     assert found == 2 * 3 * (K + V) * B * H * pairs  # each of two products forward has two backward
 
 
-@pytest.mark.parametrize("every", [6, *(pytest.param(every, marks=pytest.mark.slow) for every in (1, 27))])
+@pytest.mark.parametrize("every", [*slow(6), *exhaustive(1, 27)])
 def test_the_rough_sum_counts_what_is_traced(every):
     config, sizes, made = estimated({"fsdp": 8}, global_every=every)
     said = rough.work(config, TARGETS["h200"], sizes, rough.Size.of(config, TARGETS["h200"].platform))
@@ -76,8 +77,7 @@ def test_splash_attention_computes_the_blocks_that_show_something(T, window):
 
 
 @pytest.mark.parametrize(("mesh", "target"), [
-    ({"fsdp": 8}, "h200"), pytest.param({"fsdp": 4, "stage": 2}, "h200", marks=pytest.mark.slow),
-    pytest.param({"fsdp": 8}, "v5p", marks=pytest.mark.exhaustive)], ids=str)
+    *slow(({"fsdp": 8}, "h200")), *exhaustive(({"fsdp": 4, "stage": 2}, "h200"), ({"fsdp": 8}, "v5p"))], ids=str)
 def test_attention_takes_the_time_of_the_mean_layer(mesh, target):
     """22 of the 26 layers are local."""
     far, mixed, near = (estimated(mesh, target, global_every=every)[2].time.parts["attention"] for every in (1, 6, 27))

@@ -138,7 +138,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_with_slow_data(tmp_path, forked):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))

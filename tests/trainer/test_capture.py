@@ -19,7 +19,7 @@ from jaxtrain.profiling import summary
 from jaxtrain.profiling.summary import ask, summarise
 from jaxtrain.run import compiled_step
 from jaxtrain.trainer.capture import Capture
-from tests.tiers import exhaustive, slow
+from tests.tiers import exhaustive
 from tests.tiny import ROOT, SLOW, free_address, tiny_flags, virtual_devices, wait_for_lines
 from tests.trainer.conftest import TWO
 
@@ -201,7 +201,7 @@ def test_who_asks_learns_why_there_is_no_profile(tmp_path, monkeypatch):
         ask(tmp_path, 2, 8, 0.1, tick=0)
 
 
-@pytest.mark.parametrize("count", [*exhaustive(1), *slow(2)])
+@pytest.mark.parametrize("count", exhaustive(1, 2))
 def test_a_run_is_profiled_while_it_trains(count, tmp_path_factory, tmp_path):
     """A command outside requests it; in one process the losses are those of a run that was not profiled."""
     keys = [*TWO, f"train.steps={100 + 20 * count}", "resilience.check_every=0"]

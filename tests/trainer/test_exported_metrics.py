@@ -125,7 +125,7 @@ def kill(*processes):
         process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="needs apt-get install prometheus")
 def test_two_processes_of_which_one_slows_down_and_stops(tmp_path, tmp_path_factory):
     flags = tiny_flags(tmp_path_factory, [*TINY, "checkpoint.every=20", "resilience.probe_every=2",

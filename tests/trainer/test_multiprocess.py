@@ -137,7 +137,7 @@ def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
     assert_same_numbers(tmp_path, alone(mesh))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_choose_the_same_mesh(flags, tmp_path):
     few = ["--config.train.steps=1", "--config.train.eval_every=0", "--config.checkpoint.every=0"]
     with two_processes([*flags, "--config.mesh=auto", *few], tmp_path, devices=2) as both:

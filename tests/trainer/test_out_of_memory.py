@@ -119,7 +119,7 @@ def test_lines_of_metrics_have_the_memory_where_devices_tell(tmp_path, monkeypat
     assert "memory_limit_bytes" not in writer.last
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_advice_takes_less_than_the_run_does(two):
     """The report says so where nothing takes less."""
     *_, planned, advice = memory_report.report(two).splitlines()

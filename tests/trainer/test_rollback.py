@@ -167,7 +167,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_when_it_was_decided(flags, never_saw, poison, tmp_path):
     keys = words(resilience__spikes="rollback")
     done = subprocess.run([sys.executable, "-c", TWO_DEVICES + KILLED.format(bad=BAD, settles=2), *flags, *keys,
@@ -265,7 +265,7 @@ def test_on_any_mesh_the_same_is_decided(flags, never_saw, poison, tmp_path, dev
     assert_went_nearly_as(flags, tmp_path, never_saw)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_recorded_and_stopped(flags, poison, tmp_path, capsys):
     """By default a spike is only reported; but a run that is not finite for long is stopped, for a person to look."""
     poison("strange", {35})

@@ -58,7 +58,7 @@ class Collector(jt.Tracker):
         self.ended.append(status)
 
 
-@pytest.mark.parametrize("mesh", [*exhaustive({}), *slow({"mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 2})])
+@pytest.mark.parametrize("mesh", exhaustive({}, {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 2}))
 def test_histograms_samples_and_checkpoints(flags, tmp_path, mesh):
     """Counts are those of NumPy over the whole arrays, on one device and split over four."""
     words = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags[1:])

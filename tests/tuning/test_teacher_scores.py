@@ -26,6 +26,7 @@ def teacher(files):  # noqa: F811
     return files / "teacher"
 
 
+@pytest.mark.slow
 def test_advantages_are_the_teachers_log_probabilities_less_those_of_sampling(files, teacher):  # noqa: F811
     run = jt.build(config(files, rl__teacher=str(teacher), rl__teacher_weight=0.5, rl__staleness=1))
     run.see(0, run.init())

@@ -182,7 +182,7 @@ def test_a_kill_while_caching_leaves_nothing_wrong(network, url, corpus, tmp_pat
     assert stream(config(url, tmp_path)) == stream(config(corpus, tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cache")
 def test_a_run_learns_the_same_from_there(network, url, corpus, tmp_path):
     losses = []

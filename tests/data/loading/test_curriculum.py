@@ -74,7 +74,7 @@ def random_config(rng: random.Random, names) -> DataConfig:
 
 def few_of(cases):
     """The first of them are quick, as many more slow, and the rest exhaustive."""
-    return [case if case < 3 else pytest.param(case, marks=slow_if(case < 12))
+    return [case if case < 3 else pytest.param(case, marks=slow_if(case < 7))
             for case in range(cases)]
 
 

@@ -238,6 +238,7 @@ def test_strangers_and_nonsense_change_nothing(island, served, keys):
     assert island(0).entries(0, 0) == [] and not list((served.folder / "contents").iterdir())
 
 
+@pytest.mark.slow
 def test_silent_strangers_make_room_for_islands(island, served, monkeypatch):
     monkeypatch.setattr(meeting_server, "_MOST", 3)
     strangers = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(5)]

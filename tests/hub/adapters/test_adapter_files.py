@@ -349,6 +349,7 @@ def further_tokens(folder: Path, source: Path, **keys) -> jt.Run:
     return jt.build(jt.make_config(config), devices=jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_adapters_of_layers_for_further_tokens_are_said_to_be_left_out_and_begin_anew(tmp_path, capsys):
     """PEFT 0.21 leaves out what a file has of such layers, which transformers' models lack."""
     run = further_tokens(folder := multi_token.write(tmp_path / "in", "glm4_moe"), folder)

@@ -53,6 +53,7 @@ def test_gptq_changes_products_with_its_inputs_less_than_rounding_to_the_nearest
     assert error(inputs.T @ inputs) < 0.5 * error()
 
 
+@pytest.mark.slow
 def test_moments_are_those_of_what_each_layer_reads(tmp_path):
     """The first layer's queries read the normalised embeddings, which NumPy computes here."""
     folder = folder_of(tmp_path, "llama")

@@ -49,7 +49,7 @@ def test_a_window_is_encoded_chunk_by_chunk_where_nothing_louder_comes(monkeypat
     assert segments(live.of(blocks(tiny.sound(0.5, loud_from=0)[1000:]))) and live.whole_windows == 0
 
 
-@pytest.mark.parametrize("masked", [True, *slow(False)])
+@pytest.mark.parametrize("masked", slow(True, False))
 def test_each_reading_is_of_what_was_heard_up_to_there(masked, monkeypatch):
     """Behind it there is padding, or silence where the model does not mask padding."""
     model, readings = tiny.speech(mask_padding=masked), []

@@ -37,9 +37,8 @@ def further_logits(run, params) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("name", "mesh"), [
-    ("deepseek_v3", EXPERTS),
     *slow(("glm4_moe", STAGES), ("qwen3_5", {"fsdp": 4, "tensor": 2}), ("deepseek_v3", CONTEXT)),
-    *exhaustive(("glm4_moe", {}), ("qwen3_next", EXPERTS), ("qwen3_5", STAGES))])
+    *exhaustive(("deepseek_v3", EXPERTS), ("glm4_moe", {}), ("qwen3_next", EXPERTS), ("qwen3_5", STAGES))])
 def test_logits_loss_gradients_and_bytes(name, mesh, tmp_path):
     truth = multi_token.truth(name)
     run, params = loaded(multi_token.write(tmp_path / "in", name), KEYS, **mesh)

@@ -150,7 +150,7 @@ def process_of(parent, word):
     raise AssertionError(f"no process with {word}")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fewer_devices_without_a_supervisor(flags, tmp_path, capsys):
     """Refused, unless resilience.elastic says otherwise; then it is said, and recorded."""
     mesh = ["--config.mesh.data=4", "--config.mesh.tensor=4", "--config.train.steps=2", f"--workdir={tmp_path}"]

@@ -18,7 +18,7 @@ from jaxtrain.sharding import activations, mesh_context
 from tests.models.recurrent import over_time
 from tests.models.recurrent.over_time import HEADS, MIXERS, B, H, K, T, V, single, tokens
 from tests.numerics.reference import QUICKLY
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 
 TOLERANCE = 2e-6
 
@@ -68,8 +68,9 @@ TWO, FOUR = dict(data=2, context=2, tensor=2), dict(context=4, tensor=2)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [
-    ("gated_delta", TWO), ("kimi_delta", FOUR), ("state_space", TWO), ("state_space", FOUR), ("short_convolution", TWO),
-    ("short_convolution", FOUR), *slow(("gated_delta", FOUR), ("kimi_delta", TWO))], ids=str)
+    ("gated_delta", TWO), ("state_space", TWO), ("state_space", FOUR), ("short_convolution", TWO),
+    ("short_convolution", FOUR), *slow(("kimi_delta", FOUR)),
+    *exhaustive(("gated_delta", FOUR), ("kimi_delta", TWO))], ids=str)
 def test_rows_cut_over_devices_have_them_too(name, sizes):
     placed = Placed(name, sizes)
     assert over_time.worst(placed.back(placed.run(gradients(name))), over_time.truth(name)) < TOLERANCE

@@ -144,10 +144,9 @@ def test_exact_sums_are_those_of_one_device(keys):
     reference.check(run, "gpt2", steps=3)
 
 
-@pytest.mark.parametrize("keys", [
-    pytest.param(dict(sparsity__targets=["blocks/*"], sparsity__decay=0.05), marks=pytest.mark.slow),
-    pytest.param(dict(lora__rank=2, train__precision="float16", train__accumulation=2), marks=pytest.mark.exhaustive)],
-    ids=str)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("keys", [dict(sparsity__targets=["blocks/*"], sparsity__decay=0.05),
+                                  dict(lora__rank=2, train__precision="float16", train__accumulation=2)], ids=str)
 def test_exact_sums_with_what_else_changes_a_step(keys):
     """Three steps with kernels that become sparse, or of adapters with a loss scale, are those without a method."""
     found = []

@@ -176,7 +176,7 @@ def test_without_fp8_units_it_is_no_faster(name):
     assert narrow == pytest.approx(wide, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_that_are_reduced_more_often_take_longer():
     """A reduction for each micro-batch costs more than one: those that do not wait for each other travel together."""
     took = [sum(seconds for part, seconds in estimate(load_config(CONFIGS / "gpt.py:tiny", {

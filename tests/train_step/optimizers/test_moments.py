@@ -143,7 +143,7 @@ def test_two_thousand_steps_reach_the_loss_of_float32(dtype, capsys):
     assert got / want - 1 < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cache")
 @devices(4)
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path, tmp_path_factory):

@@ -15,7 +15,7 @@ from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.errors import UserError
 from jaxtrain.train_step.optimizers import make_optimizer, newton_schulz
 from tests.numerics import reference
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 from tests.train_step.optimizers import muon_truth
 from tests.train_step.test_optimizers import newton_schulz as plain_newton_schulz
 
@@ -139,7 +139,8 @@ def losses(mesh, **keys):
 
 
 @pytest.mark.parametrize(("mesh", "stage"), [
-    ({"fsdp": 2, "tensor": 2, "data": 2}, 1), *slow(({"fsdp": 8}, 0), ({"tensor": 2, "stage": 3}, 0))])
+    ({"fsdp": 2, "tensor": 2, "data": 2}, 1), *slow(({"fsdp": 8}, 0)),
+    *exhaustive(({"tensor": 2, "stage": 3}, 0))])
 def test_options_on_a_mesh_are_those_of_one_device(mesh, stage):
     """Three layers are laid out over four or eight devices, so some have none."""
     keys = dict(optimizer__split_heads=True, optimizer__normalize_neurons=True)
@@ -154,8 +155,7 @@ def collectives(steps, monkeypatch, **keys):
                                if "optimizer" in line and (found := re.search(kinds, line)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"mesh__fsdp": 8}, {"mesh__fsdp": 4, "mesh__tensor": 2}])
+@pytest.mark.parametrize("mesh", [*slow({"mesh__fsdp": 8}), *exhaustive({"mesh__fsdp": 4, "mesh__tensor": 2})])
 def test_devices_exchange_nothing_within_the_iterations(mesh, monkeypatch):
     few, many = (collectives(steps, monkeypatch, **mesh) for steps in (1, 6))
     assert few == many
