@@ -44,19 +44,18 @@ def cache(tmp_path_factory):
 FIRST = ("tests/test_readme.py", "tests/launch/", "tests/observe/trackers/", "tests/tuning/")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Each test is in one tier: -m slow would also run what is marked exhaustive beside it."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Each test is in one tier: -m slow would also run what is marked exhaustive beside it.
+
+    Of those that are chosen, one in CI_EVERY is kept, for .ci/run on a slow machine; the others count as deselected.
+    """
     both = [item.nodeid for item in items if {"slow", "exhaustive"} <= {mark.name for mark in item.iter_markers()}]
     if both:
         raise pytest.UsageError(f"these are marked slow and exhaustive: {', '.join(both)}")
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
-
-
-@pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
-def leave_out(config, items):
-    """Keep one of CI_EVERY tests, for .ci/run on a slow machine; the others are counted as deselected."""
-    every = int(os.environ.get("CI_EVERY", 1))
+    yield
+    every = int(os.environ.get("CI_EVERY", "1"))
     config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % every])
     items[:] = items[::every]
 
