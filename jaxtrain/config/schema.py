@@ -396,6 +396,10 @@ class Config:
                             "leave it out")
         for section in (tuning_keys, precision_keys, compression_keys, sparsity_keys, diloco_keys):
             section.check(self)
+        if self.rl.prompts:
+            from jaxtrain.config.sections import rl_checks  # which other runs need not read
+
+            rl_checks.check(self)
 
     def _check_kind(self):
         """Refuse keys of text for models that are not decoders of it, and the other way round."""

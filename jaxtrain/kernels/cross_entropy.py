@@ -9,7 +9,6 @@ Shape suffixes: B batch, T sequence, N tokens, D embedding, V vocabulary.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +99,7 @@ def _backward(z_loss, chunks, soft, temperature, caps, kernel, saved, g):
 _sums.defvjp(_forward, _backward)
 
 
-def run_head(x, head, targets, weights, teacher, options, gradients, spread=()) -> tuple[Any, ...]:
+def run_head(x, head, targets, weights, teacher, options, gradients, spread=()) -> tuple[jax.Array, ...]:
     """Return sums over tokens (with z-loss and without), then the gradients of the former, then each token's loss.
 
     Args:

@@ -38,7 +38,7 @@ def bamba(c: BambaConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
     attention = grouped_query(c, compute, qkv_bias=c.attention_bias, out_bias=c.attention_bias)
-    parts = {MAMBA: mixer(c), ATTENTION: attention}
+    parts = {MAMBA: mixer(c, compute), ATTENTION: attention}
     return rotary_decoder(c, compute, [parts[kind] for kind in c.layer_kinds], mlp_bias=c.mlp_bias, rngs=rngs)
 
 

@@ -63,7 +63,7 @@ def falcon_h1(c: FalconH1Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "De
                c.state_c_multiplier, c.state_dt_multiplier)
     attention = grouped_query(c, compute, qkv_bias=c.attention_bias, out_bias=c.attention_bias,
                               score_factor=c.key_multiplier)
-    both = beside(attention, mixer(c, out_bias=c.state_out_bias, norm=c.state_norm, factors=factors),
+    both = beside(attention, mixer(c, compute, out_bias=c.state_out_bias, norm=c.state_norm, factors=factors),
                   given=c.attention_in_multiplier, attended=c.attention_out_multiplier, mixed=c.state_out_multiplier)
     mlp = partial(MultipliedSwiGLU, c.embed_dim, c.mlp_dim, gate_factor=c.gate_multiplier,
                   down_factor=c.down_multiplier, bias=c.mlp_bias)

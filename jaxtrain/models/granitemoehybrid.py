@@ -61,7 +61,7 @@ def granitemoehybrid(c: GraniteMoeHybridConfig, compute: "Compute", *, rngs: "nn
     def mlp(out_std: float, rngs: "nnx.Rngs") -> "nnx.Module":
         return SwiGLU(c.embed_dim, c.shared_mlp_dim, out_std=out_std, rngs=rngs)
 
-    parts = {MAMBA: mixer(c), ATTENTION: multiplied_attention(c, compute)}
+    parts = {MAMBA: mixer(c, compute), ATTENTION: multiplied_attention(c, compute)}
     return multiplied(c, compute, [parts[kind] for kind in c.layer_kinds], mlp=mlp, rngs=rngs)
 
 

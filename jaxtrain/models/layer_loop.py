@@ -41,18 +41,28 @@ def loop(step: Step, x: jax.Array, given: PyTree, unroll: int,
     """
     if not kinds:
         return _scan(lambda x, one: step(x, one, None), x, given, unroll)
-    period, parts, at = period_of(kinds), [], 0
+    period, parts = period_of(kinds), []
     runs = [len([*run]) for _, run in itertools.groupby(kinds)]
     if 1 < period <= len(kinds) // 2:
         whole = len(kinds) // period * period
         runs = [whole, *[1] * (len(kinds) - whole)]
-    for count in runs:
-        some = jax.tree.map(lambda a, at=at, count=count: a[at:at + count], given) if count < len(kinds) else given
+    for count, some in zip(runs, split(given, runs), strict=True):
         each = period if count % period == 0 else 1
-        x, aux = _by_period(step, x, some, unroll, range(first + at, first + at + each))
+        x, aux = _by_period(step, x, some, unroll, range(first, first + each))
         parts.append(aux)
-        at += count
+        first += count
     return x, joined(parts)
+
+
+def split(given: PyTree, counts: Sequence[int]) -> list[PyTree]:
+    """Return so many layers each of arrays of all of them.
+
+    Split, not indexed: gradients are then concatenated, and not each padded to the size of all and added.
+    """
+    if len(counts) == 1:
+        return [given]
+    leaves, tree = jax.tree.flatten(given)
+    return [tree.unflatten(part) for part in zip(*(jax.lax.split(leaf, counts) for leaf in leaves), strict=True)]
 
 
 def joined(parts: Sequence[PyTree]) -> PyTree:
@@ -71,12 +81,9 @@ def _by_period(step: Step, x: jax.Array, given: PyTree, unroll: int, numbers: ra
         return _scan(lambda x, one: step(x, one, numbers[0]), x, given, unroll)
 
     def several(x, given):
-        # Split, not indexed: gradients are then concatenated, and not each padded to the size of all and added.
-        leaves, tree = jax.tree.flatten(given)
-        split = zip(*(jax.lax.split(leaf, (1,) * each) for leaf in leaves), strict=True)
         stacked = []
-        for number, one in zip(numbers, split, strict=True):
-            x, aux = step(x, tree.unflatten([jax.lax.squeeze(leaf, (0,)) for leaf in one]), number)
+        for number, one in zip(numbers, split(given, (1,) * each), strict=True):
+            x, aux = step(x, jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), one), number)
             stacked.append(aux)
         return x, jax.tree.map(lambda *parts: jnp.stack(parts), *stacked)
 

@@ -350,8 +350,8 @@ class Stack(nnx.Module):
         known = self.num_layers if self.numbered and slots is None and cache is None else 0
         kinds = [cast(Any, self.layer).kind(self.first + n) for n in range(known)]
         parts, at = [], 0
-        for own, wide, count in [(self._wrap, None, 0)] if of_stage else self._parts(slots is None):
-            some = jax.tree.map(lambda a, at=at, count=count: a[at:at + count], given) if count else given
+        alike = [(self._wrap, None, 0)] if of_stage else [*self._parts(slots is None)]
+        for (own, wide, count), some in zip(alike, layer_loop.split(given, [part[2] for part in alike]), strict=True):
             x, aux = layer_loop.loop(partial(step, own, wide), x, some, self.unroll,
                                      kinds[at:at + count] if count else kinds, self.first + at)
             parts.append(aux)

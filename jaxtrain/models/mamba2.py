@@ -33,7 +33,7 @@ class Mamba2Config(StateSpaceConfig):
         return []
 
 
-def mixer(c: StateSpaceConfig, *, out_bias: bool | None = None, norm: str = "after_gate",
+def mixer(c: StateSpaceConfig, compute: "Compute", *, out_bias: bool | None = None, norm: str = "after_gate",
           factors: tuple[float, ...] = ()) -> "Part":
     """Return what makes the Mamba-2 of a layer, with these options of `Mamba2`; no `out_bias`: as other projections."""
     from jaxtrain.models.recurrent.mamba2_mixer import Mamba2
@@ -41,7 +41,7 @@ def mixer(c: StateSpaceConfig, *, out_bias: bool | None = None, norm: str = "aft
     return partial(Mamba2, c.embed_dim, c.state_heads, c.state_head_dim, c.state_groups, c.state_dim, c.conv_width,
                    c.norm_eps, conv_bias=c.conv_bias, bias=c.state_bias,
                    out_bias=c.state_bias if out_bias is None else out_bias, norm=norm,
-                   steps=(c.least_step, c.largest_step), factors=factors)
+                   steps=(c.least_step, c.largest_step), factors=factors, kernel=compute.recurrent_kernel)
 
 
 def mamba2(c: Mamba2Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
@@ -49,7 +49,7 @@ def mamba2(c: Mamba2Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder
     from jaxtrain.models.rotary_decoder import rotary_decoder
     from jaxtrain.models.single_mixer_blocks import MixerBlock
 
-    return rotary_decoder(c, compute, mixer(c), block=MixerBlock, rngs=rngs)
+    return rotary_decoder(c, compute, mixer(c, compute), block=MixerBlock, rngs=rngs)
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:

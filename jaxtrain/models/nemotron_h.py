@@ -81,7 +81,7 @@ def nemotron_h(c: NemotronHConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "
         return SquaredReLU(c.embed_dim, c.mlp_dim, out_std=out_std, bias=c.mlp_bias, rngs=rngs)
 
     experts = routed(c, compute, activation=squared_relu, gated=False, shared=SquaredReLU, shared_bias=c.mlp_bias)
-    parts = {MAMBA: mixer(c), ATTENTION: grouped_query(c, compute)}
+    parts = {MAMBA: mixer(c, compute), ATTENTION: grouped_query(c, compute)}
     return rotary_decoder(
         c, compute, [parts.get(kind, parts[ATTENTION]) for kind in c.layer_kinds], mlp=mlp,
         experts=[experts if kind == EXPERTS else mlp for kind in c.layer_kinds],

@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxtrain.config.schema import Config
-from jaxtrain.config.sections.tuning_keys import answers_of_step
 from jaxtrain.errors import UserError
 from jaxtrain.hub import decoding, scoring
 from jaxtrain.hub.sampling import Sampling
@@ -34,6 +33,7 @@ from jaxtrain.run import Run, abstract_model
 from jaxtrain.train_step.report import total
 from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.reward_scores import PREFIX, reward_model
+from jaxtrain.tuning.rewards import answers_of_step
 from jaxtrain.tuning.teacher_scores import teacher_model
 
 LAYING_OUT, PROMPTS, DECODING = "laying out weights", "prompts", "decoding"

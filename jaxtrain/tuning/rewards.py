@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.config.part_tables import ENVIRONMENTS
+from jaxtrain.config.schema import Config
 from jaxtrain.config.sections.tuning_keys import RLConfig
 from jaxtrain.errors import UserError
 
@@ -114,3 +115,8 @@ def _columns(scores: np.ndarray) -> np.ndarray:
 
 def _weights(c: RLConfig) -> np.ndarray:
     return np.array([*(c.reward_weights or (1.0,) * len(c.rewards)), *[c.overlong_penalty] * bool(c.overlong_buffer)])
+
+
+def answers_of_step(config: Config) -> int:
+    """Return the number of answers to `rl.prompts` that a step is made of: a row has one, or a pair of a group."""
+    return config.data.global_batch_size * (config.rl.group_size if config.preference.loss else 1)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.base.annotations import Json, JsonObject
-from jaxtrain.config.sections.tuning_keys import answers_of_step
 from jaxtrain.data.chat.templates import Chat
 from jaxtrain.data.loading.shuffle import Order
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
@@ -33,7 +32,7 @@ from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.tuning.pending_rewards import PendingRewards
 from jaxtrain.tuning.remote_teacher import RemoteTeacher
-from jaxtrain.tuning.rewards import equal_groups, totals_of, with_lengths
+from jaxtrain.tuning.rewards import answers_of_step, equal_groups, totals_of, with_lengths
 from jaxtrain.tuning.rollout_files import RolloutFiles, Round
 from jaxtrain.tuning.scorers import Scorers
 from jaxtrain.tuning.teacher_scores import TeacherScores, sampled_of
@@ -58,14 +57,14 @@ class Rollouts:
             teacher: whose log-probabilities are added to advantages.
         """
         self.run, self.records, self.scorers, self.tokenizer, self.folder = run, records, scorers, tokenizer, folder
-        config = run.config
-        self.settings, self.seq_len, self.seed = config.rl, config.data.seq_len, config.data.seed
-        self.temperature, self.mask_truncated = config.rl.temperature, config.rl.mask_truncated
+        config, c = run.config, run.config.rl
+        self.settings, self.seq_len, self.seed = c, config.data.seq_len, config.data.seed
+        self.temperature, self.mask_truncated = c.temperature, c.mask_truncated
         self.rows_of_step = config.data.global_batch_size
         self.count = answers_of_step(config)
-        self.reuse, self.staleness = config.rl.reuse, config.rl.staleness  # steps
-        self.sampling_rounds = config.rl.sampling_rounds
-        self.groups = self.count // self.settings.group_size
+        self.reuse, self.staleness = c.reuse, c.staleness  # steps
+        self.sampling_rounds = c.sampling_rounds
+        self.groups = self.count // c.group_size
         self.order = Order(len(records), self.seed)
         self.chat = chat and chat.identity()  # kept with the run
         self.ends = [*(chat.ends() if chat else []), *ends]

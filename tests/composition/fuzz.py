@@ -31,7 +31,9 @@ AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 ROWS, SEQ = 32, 32
 # Relative to the largest element of a leaf; coarser dtypes are compared with float32 too.
 # tests/sharding/test_products.py is strict with fp8.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 0.06, "float16": 0.02, "fp8": 0.3}
+# Formats with scales of blocks are compared with one device in the same format, all else in float32.
+NARROW = ("mxfp8", "nvfp4")
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.06, "float16": 0.02, "fp8": 0.3} | dict.fromkeys(NARROW, 0.01)
 # Between two neighbours of a rounded first moment, from which the gradient is read.
 MOMENTS = {"float32": 0.0, "bfloat16": 2**-7, "int8": 4 / 127}
 # Rows of which no token is valid: those of some devices, or all of one micro-batch.
@@ -132,10 +134,25 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     ring = sizes["context"] > 1 == sizes["stage"] and keys["mesh.context_strategy"] == "ring"
     if ring and keys["train.precision"] != "float16" and random.Random(f"ring {rng.getstate()}").random() < 0.4:
         keys |= {"train.attention": "splash"}  # added later, too: on blocks of a ring
-    if family in ("kimi_linear", "qwen3_5") and (kernels := random.Random(f"states {rng.getstate()}")).random() < 0.6:
+    if family in HYBRIDS and (kernels := random.Random(f"states {rng.getstate()}")).random() < 0.6:
         keys |= {"train.recurrent_kernel": "pallas", "interpret": kernels.choice(("tpu", "gpu"))}  # added later, too
     once = sizes["stage"] == 1 and keys["optimizer.zero_stage"] < 3 and rng.random() < 0.4
-    return keys | ({"compression.method": "exact"} if once else {})
+    keys |= {"compression.method": "exact"} if once else {}
+    return keys | narrow_of(keys, random.Random(f"narrow {rng.getstate()}"))
+
+
+def narrow_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Formats with scales of blocks, in some of the cases of plain decoders, of sizes that have whole blocks.
+
+    Micro-batches have scales of their own, so that one device has the numbers of the same ones only.
+    """
+    if keys["family"] not in ("gpt2", "gpt2_untied", "llama", "qwen3") or keys["mesh.stage"] > 1 or rng.random() < 0.8:
+        return {}
+    kind, wide = rng.choice(NARROW), {"model.embed_dim": 64, "model.num_heads": 4, "model.head_dim": 32}
+    wide |= {"model.mlp_dim": 128} | ({} if keys["family"].startswith("gpt2") else {"model.num_kv_heads": 2})
+    return wide | {"train.precision": kind, "train.accumulation": 1, "evaluate": False, "data.seq_len": 64,
+                   "model.max_seq_len": 64, "data.global_batch_size": 8, "empty": "", "optimizer.name": "adamw",
+                   "optimizer.moment_dtype": "float32"}
 
 
 def muon_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -205,10 +222,14 @@ def lora_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 def config_of(keys: dict[str, Any]):
     """The case's config, whose kernels of states are those of `interpret`; raises UserError where it is refused."""
+    import jax.numpy as jnp
+
     from jaxtrain.kernels.chunks import chunk_kernels
+    from jaxtrain.train_step import precision
     from tests.numerics import reference
 
     chunk_kernels.INTERPRET = keys.get("interpret", "")
+    precision.DTYPES["bfloat16"] = jnp.float32 if keys.get("train.precision") in NARROW else jnp.bfloat16
     own = ("family", "packing", "evaluate", "value_and_grad", "empty", "interpret")
     rest = {key.replace(".", "__"): value for key, value in keys.items() if key not in own}
     return reference.tiny(keys["family"], **rest)
@@ -268,9 +289,10 @@ def _truth(model: Any, batch: tuple[Any, ...], z_loss: float, lora: Any, targets
 
 
 def _alone(keys: dict[str, Any], params: Any, batch: Any) -> tuple[float, Any]:
-    """Return the loss and gradient of a case on one device, without what is only for speed: where numbers are random.
+    """Return the loss and gradient of a case on one device, without what is only for speed: where numbers are random
+    or rounded by blocks.
 
-    tests/models/test_training_noise.py compares those with plain formulas.
+    tests/models/test_training_noise.py and tests/sharding/test_block_products.py compare those with plain formulas.
     """
     import jax
 
@@ -279,7 +301,8 @@ def _alone(keys: dict[str, Any], params: Any, batch: Any) -> tuple[float, Any]:
 
     kept = ("train.freeze", "train.init_from", "train.z_loss", "train.neftune_noise_alpha", "family", "packing")
     plain = {key: value for key, value in keys.items() if key in kept or key.startswith(("model.", "data.", "lora."))}
-    run = jt.build(config_of(plain | {"train.precision": "float32"}), devices=jax.devices()[:1])
+    precision = keys["train.precision"] if keys["train.precision"] in NARROW else "float32"
+    run = jt.build(config_of(plain | {"train.precision": precision}), devices=jax.devices()[:1])
     return jax.device_get(run.value_and_grad(reference.start_from(run, params), batch))
 
 
@@ -314,7 +337,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     batch, precision = batch_of(*drawn[:2], shape=shape), keys["train.precision"]
     params, loss, grads, norm, entropy, bias = _truth(
         config.model, drawn, config.train.z_loss, config.lora, tuple(config.lora.targets))
-    noisy = bool(config.lora.dropout or config.train.neftune_noise_alpha)
+    noisy = bool(config.lora.dropout or config.train.neftune_noise_alpha) or precision in NARROW
     if noisy:
         (loss, grads), bias = _alone(keys, params, batch), None
     grads = partition.like(grads, run.layout.axes)  # those of what is trained

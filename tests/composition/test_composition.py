@@ -7,21 +7,24 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxtrain as jt
 from jaxtrain.kernels.chunks import chunk_kernels
 from jaxtrain.run.validation import explains
+from jaxtrain.train_step import precision
 from tests.composition import fuzz
 
 SLOW, ALL = 1, 12
 
 
 @pytest.fixture(autouse=True)
-def kernels_of_states(monkeypatch):
-    """Cases set what interprets these; no other test is to find it."""
+def what_cases_set(monkeypatch):
+    """Put back what cases set: what interprets kernels of states, and the dtype beside narrow formats."""
     monkeypatch.setattr(chunk_kernels, "INTERPRET", "")
+    monkeypatch.setitem(precision.DTYPES, "bfloat16", jnp.bfloat16)
 
 
 @functools.cache

@@ -53,7 +53,7 @@ def log_probabilities(model, params, batch, told, temperature):
 
 
 def of_targets(logits, batch):
-    """Of those the targets' own."""
+    """The log-probabilities of the targets among them."""
     return (logits * (batch["targets"][..., None] == np.arange(logits.shape[-1]))).sum(-1)
 
 

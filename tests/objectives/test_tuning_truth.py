@@ -79,7 +79,7 @@ def test_policy_gradients(name):
     learnt = jnp.asarray(mask, jnp.float32)
 
     def mean(policy):
-        batch = {"learnt": learnt, "policy": policy, "sampled": jnp.asarray(SAMPLED, jnp.float32),
+        batch = {"learnt": learnt, "policy": policy, "entropy": learnt, "sampled": jnp.asarray(SAMPLED, jnp.float32),
                  "advantages": learnt * jnp.asarray(ADVANTAGES, jnp.float32)[:, None], "rewards": learnt,
                  "answers": learnt} | ({REFERENCE: jnp.asarray(REFERENCED, jnp.float32)} if settings.kl else {})
         divisor = mask.sum() if settings.loss == "dapo" else len(mask)
@@ -110,7 +110,7 @@ def test_critics(name):
     arrays = {key: jnp.asarray(x, jnp.float32) for key, x in (found | {"values": before, "sampled": SAMPLED}).items()}
 
     def mean(policy, expected):
-        batch = arrays | dict.fromkeys(("learnt", "rewards", "answers"), learnt) | {
+        batch = arrays | dict.fromkeys(("learnt", "rewards", "answers", "entropy"), learnt) | {
             "policy": policy, "expected": expected}
         loss, sums = policy_gradient._of_rows(settings, batch, Segments(jnp.asarray(MASK, jnp.int32), ()))
         return loss / MASK.sum(), {key: sums[key] / MASK.sum() for key in policy_gradient.VALUE_METRICS}

@@ -27,7 +27,7 @@ def served(answer):
 
 
 def completions(run, params):
-    """What vLLM answers, by a model of jaxtrain: the text's tokens, and one more."""
+    """Return an answer like vLLM's, made by a model of jaxtrain: the text's tokens, and one more."""
     def answer(_, asked):
         texts = asked["prompt"]
         scored = scoring.score(run, params, [(text[:1], text[1:]) for text in texts])

@@ -202,7 +202,7 @@ def test_advantages():
     (dict(data__packing="bucket"), "data.packing: batches are made of the model's own answers; leave it out"),
     (dict(train__epochs=2, train__steps=0), "train.epochs: a run on its own answers to rl.prompts makes its "
      "data as it goes, so that they have no length; give train.steps"),
-    (dict(preference__loss="dpo", data__packing="pairs"), "preference.loss: a run learns from preferences or from "),
+    (dict(preference__loss="dpo", data__packing="pairs"), "data.packing: batches are made of the model's own answers"),
 ])
 def test_mistakes_are_told_in_one_line(files, keys, message):
     with pytest.raises(jt.UserError) as refusal:

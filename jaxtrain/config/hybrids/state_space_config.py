@@ -27,6 +27,7 @@ class StateSpaceConfig(DecoderConfig):
     least_step: float = number(0.0, least=0)  # limit of a token's step (dt) from below
     largest_step: float = number(0.0, least=0)  # limit of a token's step (dt) from above; 0: none
     widths: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # no `mup_base`
+    chunk_kernels = True
 
     def __post_init__(self):
         super().__post_init__()

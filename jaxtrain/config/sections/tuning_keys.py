@@ -270,7 +270,6 @@ def check(config: Any) -> None:
     if packing in ("pairs", "answers") and not loss:
         raise UserError("data.packing", f"{packing} hold rejected answers too, which next-token prediction would learn",
                         f"set preference.loss, such as {'dpo' if packing == 'pairs' else OF_ANSWERS[0]}")
-    _check_rl(config)
     if config.evaluation.tasks and (config.rl.prompts or loss == "reward"):
         raise UserError("evaluation.tasks", "a reward model has no logits" if loss else "a run on its own answers has "
                         "no evaluations", "leave them out" if loss else "use jaxtrain evaluate --watch")
@@ -279,53 +278,3 @@ def check(config: Any) -> None:
                        ("train.sample_tokens", config.preference.reward_head and config.train.sample_tokens)):
         if loss and value:
             raise UserError(key, f"preference.loss={loss} does not support it", "leave it out")
-
-
-def _check_rl(config: Any) -> None:
-    c, data, train = config.rl, config.data, config.train
-    if not c.prompts:
-        return
-    if config.preference.loss:
-        _check_pairs(config)
-    elif data.global_batch_size % c.group_size:
-        raise UserError("data.global_batch_size", f"{data.global_batch_size} answers are not whole groups of "
-                        f"rl.group_size={c.group_size}", f"make it a multiple of {c.group_size}")
-    if train.epochs:
-        raise UserError("train.epochs", "a run on its own answers to rl.prompts makes its data as it goes, so "
-                        "that they have no length", "give train.steps")
-    if c.max_new_tokens >= data.seq_len // (1 + bool(config.preference.loss)):
-        raise UserError("rl.max_new_tokens", f"{c.max_new_tokens} leaves no room for a prompt in data.seq_len="
-                        f"{data.seq_len}{' of two answers' * bool(config.preference.loss)}",
-                        "raise data.seq_len, or ask for shorter answers")
-    for key, value, wanted in (
-            ("data.cross_document_attention", data.cross_document_attention, False), ("train.z_loss", train.z_loss, 0),
-            ("data.mixture", data.mixture, {}), ("data.stages", data.stages, []),
-            # An answer has a row of its own; "best_fit" is what configs/finetune.py sets, for a corpus.
-            ("data.packing", data.packing, data.packing if data.packing == "best_fit" else "concat"),
-            ("resilience.spikes", config.resilience.spikes == "rollback", False)):
-        if value != wanted:
-            raise UserError(key, "batches are made of the model's own answers", "leave it out")
-
-
-# What policy gradients read, and losses of pairs do not.
-_OF_GRADIENTS = ("teacher teacher_weight loss ratio surrogate clip clip_high kl entropy baseline scale gamma "
-                 "gae_lambda value_loss value_clip combine")
-
-
-def _check_pairs(config: Any) -> None:
-    """Refuse what does not go with a preference loss of pairs of the model's own answers."""
-    loss = config.preference.loss
-    if loss in (*OF_ANSWERS, "reward"):
-        raise UserError("preference.loss", f"{loss} does not learn from pairs of answers to rl.prompts",
-                        "use dpo or another loss of pairs, or leave out one of them")
-    if config.preference.reference != "copy":
-        raise UserError("preference.reference", "answers to rl.prompts are not known before the run",
-                        "leave it out")
-    for field_ in fields(config.rl):
-        if field_.name in _OF_GRADIENTS.split() and getattr(config.rl, field_.name) != field_.default:
-            raise UserError(f"rl.{field_.name}", f"preference.loss={loss} does not read it", "leave one of them out")
-
-
-def answers_of_step(config: Any) -> int:
-    """Return the number of answers to `rl.prompts` that a step is made of: a row has one, or a pair of a group."""
-    return config.data.global_batch_size * (config.rl.group_size if config.preference.loss else 1)

@@ -5,12 +5,13 @@ reaches the device's memory. The kernel of the backward pass is made of the same
 the kernel, which computes the way again.
 
 Arrays are [N, B, H, rows, columns]: N chunks, B batch, H heads. They may be of groups of heads, or 1 for all of them.
+Where a call is for a group of heads, H is the groups, and arrays of each head are [N, B, H, heads, rows, columns].
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,14 @@ class Chunks(NamedTuple):
     tiled: Callable[[], tuple[Callable[..., None], Callable[..., None]]] | None = None
 
 
-def choose_backend(asked: str) -> str:
-    """Return the backend that `train.recurrent_kernel` selects here; raises UserError if it cannot do this."""
+Backend = Literal["xla", "whole", "tiles"]  # of kernels that hold whole matrices, or tiles of them
+
+
+def choose_backend(asked: str) -> Backend:
+    """Return the backend that `train.recurrent_kernel` selects here; raises UserError if it cannot do this.
+
+    What traces a program once for several platforms has to know it: the platform is not a part of JAX's key of a trace.
+    """
     if asked != "pallas":
         return "xla"  # also for "auto": no device has run the kernels yet
     platform = mesh_context.platform()
@@ -46,32 +53,32 @@ def choose_backend(asked: str) -> str:
     if not INTERPRET and platform not in ("tpu", *GPUS):
         raise UserError("train.recurrent_kernel", f"pallas runs on TPUs and NVIDIA GPUs only, and this is for "
                         f"{platform}", "use 'auto' or 'xla'")
-    return "pallas"
+    return "tiles" if (INTERPRET or platform) in GPUS else "whole"
 
 
 def check(model: ModelConfig) -> None:
     """Raise a UserError if `train.recurrent_kernel=pallas` means nothing to a model, or cannot be here."""
     if not model.chunk_kernels:
-        raise UserError("train.recurrent_kernel", f"{model.name} has no Gated DeltaNet or Kimi delta attention, which "
-                        "the pallas kernels are for", "use 'auto' or 'xla'")
+        raise UserError("train.recurrent_kernel", f"{model.name} has no Gated DeltaNet, Kimi delta attention or "
+                        "Mamba-2, which the pallas kernels are for", "use 'auto' or 'xla'")
     choose_backend("pallas")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def by_chunk(chunks: Chunks, heads: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def by_chunk(chunks: Chunks, backend: Backend, heads: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the function's results for all chunks and heads; no gradient passes to integers."""
     results, name = chunks.results(*arrays), f"recurrent_{chunks.name}"
-    if _in_tiles():
+    if backend == "tiles":
         return tuple(_tiled(chunks, 0, results, name, heads, arrays))
     return tuple(_call(chunks.function, results, name, heads, arrays))
 
 
-def _forward(chunks, heads, *arrays):
-    results = by_chunk(chunks, heads, *arrays)
+def _forward(chunks, backend, heads, *arrays):
+    results = by_chunk(chunks, backend, heads, *arrays)
     return results, (arrays, tuple(results[i] for i in chunks.known))
 
 
-def _backward(chunks, heads, saved, gradients):
+def _backward(chunks, backend, heads, saved, gradients):
     arrays, known = saved
     real = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -88,7 +95,7 @@ def _backward(chunks, heads, saved, gradients):
     # Of what heads share, each has its own gradient first.
     kinds = [(arrays[i].shape[3:], arrays[i].dtype if arrays[i].shape[2] == heads else F32) for i in real]
     name, given = f"recurrent_{chunks.name}_gradients", (*arrays, *known, *gradients)
-    found = _tiled(chunks, 1, kinds, name, heads, given) if _in_tiles() else _call(
+    found = _tiled(chunks, 1, kinds, name, heads, given) if backend == "tiles" else _call(
         derivative, kinds, name, heads, given)
     whole: list[jax.Array | None] = [None] * len(arrays)
     for i, x in zip(real, found, strict=True):
@@ -99,10 +106,6 @@ def _backward(chunks, heads, saved, gradients):
 
 
 by_chunk.defvjp(_forward, _backward)
-
-
-def _in_tiles() -> bool:
-    return (INTERPRET or mesh_context.platform()) in GPUS
 
 
 def _tiled(chunks, which, results, name, heads, arrays):
@@ -129,7 +132,8 @@ def _call(f: Callable[..., Sequence[jax.Array]], results: Sequence[Result], name
 
     def block(x):
         shared = heads // x.shape[2]
-        return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda n, b, h: (n, b, lax.div(h, shared), 0, 0))
+        return pl.BlockSpec((None, None, None, *x.shape[3:]),
+                            lambda n, b, h: (n, b, lax.div(h, shared), *[0] * (x.ndim - 3)))
 
     of_one = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(x.shape[3:], x.dtype) for x in arrays))
     cost = pl.CostEstimate(flops=math.prod(grid) * products(of_one.jaxpr), transcendentals=0,

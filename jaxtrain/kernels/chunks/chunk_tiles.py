@@ -30,18 +30,19 @@ def by_tiles(width: int, body: Callable[[AnyArray, PyTree], PyTree], start: PyTr
 
 def call(kernel: Callable[..., None], results: Sequence[Result], name: str, heads: int, arrays: Sequence[jax.Array],
          interpret: bool) -> list[jax.Array]:
-    """Return the results of a kernel for all chunks and heads, of arrays [N, B, H, rows, columns].
+    """Return the results of a kernel for all chunks and heads, of arrays [N, B, H, rows, columns], or of groups.
 
     Rows and columns are padded with zeros to whole tiles, which must not change the other results. The FLOP of all
     calls are in the name of the kernel, so that a compiled program tells them.
     """
     arrays = [_padded(x) for x in arrays]
     grid = *arrays[0].shape[:2], heads
-    outs = [jax.ShapeDtypeStruct((*grid, *map(_side, sides)), dtype) for sides, dtype in results]
+    outs = [jax.ShapeDtypeStruct((*grid, *sides[:-2], *map(_side, sides[-2:])), dtype) for sides, dtype in results]
 
     def block(x):
         shared = heads // x.shape[2]
-        return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda n, b, h: (n, b, lax.div(h, shared), 0, 0))
+        return pl.BlockSpec((None, None, None, *x.shape[3:]),
+                            lambda n, b, h: (n, b, lax.div(h, shared), *[0] * (x.ndim - 3)))
 
     def made(**told):
         return pl.pallas_call(kernel, grid=grid, in_specs=[block(x) for x in arrays],
@@ -54,7 +55,7 @@ def call(kernel: Callable[..., None], results: Sequence[Result], name: str, head
     cost = pl.CostEstimate(flops=flops, transcendentals=0,
                            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, *outs)))
     found = jax.named_scope(name)(made(name=name, cost_estimate=cost))(*arrays)
-    return [x[..., :rows, :columns] for x, ((rows, columns), _) in zip(found, results, strict=True)]
+    return [x[..., :rows, :columns] for x, ((*_, rows, columns), _) in zip(found, results, strict=True)]
 
 
 def _side(size: int) -> int:
@@ -62,4 +63,4 @@ def _side(size: int) -> int:
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    return jnp.pad(x, [(0, 0)] * 3 + [(0, _side(size) - size) for size in x.shape[3:]])
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, _side(size) - size) for size in x.shape[-2:]])

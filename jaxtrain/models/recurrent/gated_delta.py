@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels.chunks.chunk_kernels import by_chunk, choose_backend
-from jaxtrain.models.recurrent import chunk_states, chunks, delta_kernels, unit_triangular
+from jaxtrain.models.recurrent import chunk_states, chunks, unit_triangular
 from jaxtrain.models.recurrent import sequence_parts as parts
+from jaxtrain.models.recurrent.kernels import delta_kernels
 
 F32 = jnp.float32
 # Decayed products of queries with keys, and of keys with keys, [N, B, H, C, C], from q, k and g of chunks.
@@ -69,8 +70,8 @@ def _rows(products, backend, n, q, k, v, g, beta, segments_BT, state):
     state = jnp.zeros((v.shape[0], heads, K, V), F32) if state is None else state.astype(F32)
     rows = parts.apart(n, v)
     within = chunks.documents(starts := parts.document_starts(n, rows, segments_BT))
-    if backend == "pallas":
-        return _by_kernels(n, rows, within, chunks.numbers(starts), state, *(
+    if backend != "xla":
+        return _by_kernels(backend, n, rows, within, chunks.numbers(starts), state, *(
             parts.apart(n, x) for x in (q, k, v, g.astype(F32), beta.astype(F32))))
     q, k, v, g, beta = (chunks.cut(parts.apart(n, x.astype(F32))) for x in (
         *(jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k)), v, g, beta[..., None]))
@@ -88,16 +89,16 @@ def _rows(products, backend, n, q, k, v, g, beta, segments_BT, state):
     return parts.together(n, chunks.join(y, rows.shape[1])).astype(rows.dtype), last
 
 
-def _by_kernels(n, rows, within, documents, state, q, k, v, g, beta):
+def _by_kernels(backend, n, rows, within, documents, state, q, k, v, g, beta):
     """Return the same by the kernels of what is within chunks."""
     q, k, v, g, beta = (chunks.cut(x) for x in (q, k, v, g, beta[..., None]))
     g = g * within.inside
     wide = g.swapaxes(3, 4) if g.shape[-1] == 1 else g
     given = k, v, wide, beta.swapaxes(3, 4), documents
-    added, read, write, solved = by_chunk(delta_kernels.MAPS, v.shape[2], *given)
+    added, read, write, solved = by_chunk(delta_kernels.MAPS, backend, v.shape[2], *given)
     maps = chunk_states.ChunkMaps(chunks.whole(g) * within.through, added, read, write)
     begins, last = chunk_states.states(n, maps, state)
-    y, = by_chunk(delta_kernels.OUTPUTS, v.shape[2], q, *given, solved, begins)
+    y, = by_chunk(delta_kernels.OUTPUTS, backend, v.shape[2], q, *given, solved, begins)
     return parts.together(n, chunks.join(y, rows.shape[1])), last
 
 

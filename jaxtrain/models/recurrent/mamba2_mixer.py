@@ -55,7 +55,7 @@ class Mamba2(nnx.Module):
     def __init__(self, dim: int, heads: int, head_dim: int, groups: int, state_dim: int, width: int, eps: float, *,
                  out_std: float, conv_bias: bool = True, bias: bool = False, out_bias: bool = False,
                  norm: str = "after_gate", steps: tuple[float, float] = (0.0, 0.0),
-                 factors: tuple[float, ...] = (), rngs: nnx.Rngs):
+                 factors: tuple[float, ...] = (), kernel: str = "auto", rngs: nnx.Rngs):
         """Make the projections.
 
         Args:
@@ -64,7 +64,9 @@ class Mamba2(nnx.Module):
             norm: "after_gate", "before_gate" or "none", which leaves the gate alone.
             steps: the least and the largest step; 0: without a limit.
             factors: of the input, and of each of `PARTS`; (): all are 1.
+            kernel: train.recurrent_kernel.
         """
+        self.kernel = kernel
         self.steps, self.factors = steps, dict(zip(("input", *PARTS), factors, strict=bool(factors)))
         by_head = (dim, heads, head_dim), ("embed", "heads", "head_dim"), HEADS
         by_group = (dim, groups, state_dim), ("embed", "state_groups", "head_dim"), GROUPS
@@ -95,7 +97,7 @@ class Mamba2(nnx.Module):
         if held:
             y_BTHP, new["state"] = state_space_step(*inputs, held["state"])
         else:
-            y_BTHP, new["state"] = state_space(*inputs, segments_BT)
+            y_BTHP, new["state"] = state_space(*inputs, segments_BT, kernel=self.kernel)
         skip_H1 = activations.gather(self.skip[...], "heads").astype(F32)[:, None]
         y_BTHP = y_BTHP.astype(F32) + skip_H1 * mixed["x"].astype(F32)
         gate_BTHP = jax.nn.silu(self._times("gate", self.gate(x_BTD)).astype(F32))

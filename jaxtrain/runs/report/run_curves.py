@@ -33,6 +33,11 @@ class Chart:
 CHARTS = (
     Chart("loss", "Loss", "nats per token", ("loss", "eval_loss", "eval_loss_ema")),
     Chart("reward", "Reward", "", ("reward",)),
+    Chart("answer_tokens", "Length of answers", "tokens", ("answer_tokens",)),
+    Chart("entropy", "Entropy of the policy's predictions", "nats per token", ("entropy",)),
+    Chart("kl_sampled", "Divergence from the policy that sampled", "nats per token", ("kl_sampled",)),
+    Chart("answering", "Time of answers, rewards and the teacher, per step", "seconds",
+          ("rollout_s", "reward_s", "teacher_s")),
     Chart("grad_norm", "Gradient norm", "", ("grad_norm",)),
     Chart("learning_rate", "Learning rate", "", ("learning_rate",)),
     Chart("throughput", "Throughput", "tokens per second", ("tokens_per_s",)),

@@ -9,6 +9,7 @@ Shape suffixes: C tokens of a chunk, K key width, V value width. Decays g are [1
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels.chunks.chunk_kernels import Chunks
@@ -19,8 +20,7 @@ def _pairs(x_CK, k_CK, g):
     """Return the product of each token's x with each earlier one's k, or its own, decayed in between."""
     i, j = tokens(len(k_CK))
     if len(g) == 1:
-        sums = product((i >= j).astype(F32), jnp.where(i > j, column(g), 0), exact=True)
-        return product(x_CK, k_CK, "11") * jnp.exp(sums)
+        return product(x_CK, k_CK, "11") * decay_between(g)
     # As chunks.products_by_halves: x decays since the middle of a stretch, and k until it.
     found, size = jnp.where(i == j, (x_CK * k_CK).sum(1, keepdims=True), 0), 1
     while size < len(k_CK):
@@ -32,6 +32,12 @@ def _pairs(x_CK, k_CK, g):
     return found
 
 
+def decay_between(g_1C: jax.Array) -> jax.Array:
+    """Return the decays of a head from each token until after a later one; for earlier ones it is 1."""
+    i, j = tokens(g_1C.shape[1])
+    return jnp.exp(product((i >= j).astype(F32), jnp.where(i > j, column(g_1C), 0), exact=True))
+
+
 def _sums(g, which):
     """Return the sum of the logarithms of some tokens for each token, [C, 1] or [C, K]."""
     if len(g) == 1:
@@ -39,12 +45,19 @@ def _sums(g, which):
     return product(which.astype(F32), g, exact=True)
 
 
-def _since_start(g, documents_1C):
+def decay_since_start(g: jax.Array, documents_1C: jax.Array) -> jax.Array:
+    """Return the decay of the state before the chunk until after each token; 0 in later documents."""
     i, j = tokens(documents_1C.shape[1])
     return jnp.exp(_sums(g, j <= i)) * jnp.where(column(documents_1C) == 0, 1, 0)
 
 
-def _within(documents_1C):
+def decay_until_end(g: jax.Array, documents_1C: jax.Array) -> jax.Array:
+    """Return the decay of what each token writes until the end of the chunk; 0 in earlier documents."""
+    i, j = tokens(documents_1C.shape[1])
+    return jnp.exp(_sums(g, j > i)) * jnp.where(column(documents_1C) == documents_1C.max(), 1, 0)
+
+
+def within_documents(documents_1C: jax.Array) -> jax.Array:
     """Return which pairs of tokens are of one document."""
     return column(documents_1C) == documents_1C
 
@@ -52,21 +65,20 @@ def _within(documents_1C):
 def _maps(k_CK, v_CV, g, beta_1C, documents_1C, *, known=()):
     k_CK, v_CV, beta_C1 = k_CK.astype(F32), v_CV.astype(F32), column(beta_1C)
     i, j = tokens(len(k_CK))
-    kept = jnp.where((i > j) & _within(documents_1C), beta_C1 * _pairs(k_CK, k_CK, g), 0)
+    kept = jnp.where((i > j) & within_documents(documents_1C), beta_C1 * _pairs(k_CK, k_CK, g), 0)
     solve_CC = known_inverse(kept, *known) if known else inverse(kept)
-    to_end = column(documents_1C) == documents_1C.max()
-    write_CK = k_CK * jnp.exp(_sums(g, j > i)) * jnp.where(to_end, 1, 0)
+    write_CK = k_CK * decay_until_end(g, documents_1C)
     added_KV = product(write_CK, product(solve_CC, beta_C1 * v_CV), "00")
-    read_CK = product(solve_CC, beta_C1 * _since_start(g, documents_1C) * k_CK)
+    read_CK = product(solve_CC, beta_C1 * decay_since_start(g, documents_1C) * k_CK)
     return added_KV, read_CK, write_CK, solve_CC
 
 
 def _outputs(q_CK, k_CK, v_CV, g, beta_1C, documents_1C, solve_CC, state_KV):
     q_CK, k_CK, v_CV, beta_C1 = q_CK.astype(F32), k_CK.astype(F32), v_CV.astype(F32), column(beta_1C)
     i, j = tokens(len(k_CK))
-    decayed = _since_start(g, documents_1C)
+    decayed = decay_since_start(g, documents_1C)
     new_CV = product(solve_CC, beta_C1 * v_CV - product(beta_C1 * decayed * k_CK, state_KV))
-    seen_CC = jnp.where((i >= j) & _within(documents_1C), _pairs(q_CK, k_CK, g), 0)
+    seen_CC = jnp.where((i >= j) & within_documents(documents_1C), _pairs(q_CK, k_CK, g), 0)
     return product(q_CK * decayed, state_KV) + product(seen_CC, new_CV),
 
 
@@ -80,7 +92,7 @@ def _outputs_results(q, k, v, *_):
 
 
 def _tiles(name):
-    from jaxtrain.models.recurrent import delta_tiles  # only where GPUs run it
+    from jaxtrain.models.recurrent.kernels import delta_tiles  # only where GPUs run it
 
     return getattr(delta_tiles, name), getattr(delta_tiles, f"{name}_gradients")
 

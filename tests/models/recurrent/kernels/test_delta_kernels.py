@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.kernels.chunks import chunk_kernels, chunk_matrices, chunk_tiles
-from jaxtrain.models.recurrent import delta_kernels
+from jaxtrain.models.recurrent.kernels import delta_kernels, state_space_kernels
 from jaxtrain.plan import compiler, instructions, targets
 from jaxtrain.sharding import mesh_context
 from tests.kernels.interpreted import needs_mosaic
@@ -43,21 +43,28 @@ def by_kernels(name):
     return functools.partial(over_time.with_gradients, whole)
 
 
-@pytest.mark.parametrize("name", ["gated_delta", *slow("kimi_delta")])
+NAMES = ["gated_delta", "state_space", *slow("kimi_delta")]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_kernels_have_the_numbers_of_a_loop_over_tokens(name, interpreted):
     """Output, last state and all gradients in float64; of documents in one row, behind a state, and of any decays."""
     f, args = by_kernels(name), single(over_time.drawn(name))
-    assert "recurrent_delta_outputs_gradients" in str(jax.make_jaxpr(f)(*args))
+    program = str(jax.make_jaxpr(f)(*args))
+    assert f"recurrent_{'space' if name == 'state_space' else 'delta'}_outputs_gradients" in program
+    assert "_flop" not in program
     assert over_time.worst(compiled(f, *args), over_time.truth(name)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gated_delta", *slow("kimi_delta")])
+@pytest.mark.parametrize("name", NAMES)
 def test_tiles_have_them_too(name, in_tiles):
     f, args = by_kernels(name), single(over_time.drawn(name))
-    assert over_time.worst(compiled(f, *args), over_time.truth(name)) < TOLERANCE
+    assert "_flop" in str(jax.make_jaxpr(f)(*args)), "only names of kernels in tiles tell FLOP"
+    # The gradient of the one rate of a head sums that of all tokens.
+    assert over_time.worst(compiled(f, *args), over_time.truth(name)) < (2 if name == "state_space" else 1) * TOLERANCE
 
 
-@pytest.mark.parametrize("name", slow("gated_delta", "kimi_delta"))
+@pytest.mark.parametrize("name", slow("gated_delta", "state_space", "kimi_delta"))
 def test_rows_cut_over_devices_have_them_too(name, interpreted):
     """Kernels end where chunks end, so rows may be cut over `context`."""
     placed = Placed(name, TWO)
@@ -65,7 +72,7 @@ def test_rows_cut_over_devices_have_them_too(name, interpreted):
 
 
 @pytest.mark.parametrize(("family", "interpreter", "mesh"), [
-    *slow(("qwen3_5", "gpu", ON_MESH)),
+    *slow(("qwen3_5", "gpu", ON_MESH), ("bamba", "gpu", ON_MESH)),
     *exhaustive(("qwen3_5", "tpu", {}), ("kimi_linear", "tpu", {}), ("kimi_linear", "gpu", ON_MESH))])
 def test_loss_and_gradients_of_a_model(family, interpreter, mesh, monkeypatch):
     """Packed documents, through whole layers: those of plain float32 on one device, one token after another."""
@@ -95,7 +102,7 @@ def test_where_they_run(platform, able):
     with mesh_context.use(jt.make_mesh(devices=1), jt.rules(), platform):
         assert chunk_kernels.choose_backend("auto") == "xla"
         if able:
-            assert chunk_kernels.choose_backend("pallas") == "pallas"
+            assert chunk_kernels.choose_backend("pallas") == ("whole" if platform == "tpu" else "tiles")
         else:
             with pytest.raises(jt.UserError, match="compute capability below 8"):
                 chunk_kernels.choose_backend("pallas")
@@ -104,7 +111,8 @@ def test_where_they_run(platform, able):
 @pytest.mark.exhaustive
 @needs_mosaic
 @pytest.mark.parametrize("target", ["h100", "a100", "b200"])
-def test_tiles_compile_for_gpus(target):
+@pytest.mark.parametrize("name", ["gated_delta", "state_space"])
+def test_tiles_compile_for_gpus(name, target):
     """Forward and backward, and what simulates the compiled program reads their FLOP from their names."""
     described, _ = targets.parse(f"{target}x1")
     try:
@@ -114,17 +122,19 @@ def test_tiles_compile_for_gpus(target):
     at = NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), P())
 
     def array(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct((1, 256, *shape), dtype, sharding=at)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=at)
 
-    def loss(q, k, v, g, beta):
-        return MIXERS["gated_delta"].whole(q, k, v, g, beta, kernel="pallas")[0].astype(jnp.float32).sum()
+    def loss(*arrays):
+        return MIXERS[name].whole(*arrays, kernel="pallas")[0].astype(jnp.float32).sum()
 
+    steps = array(1, 256, 4, dtype=np.float32)
+    arrays = {"gated_delta": (*(array(1, 256, heads, 128) for heads in (2, 2, 4)), steps, steps),
+              "state_space": (array(1, 256, 4, 64), steps, array(4, dtype=np.float32),
+                              *[array(1, 256, 2, 128)] * 2)}[name]
     with mesh_context.use(jt.make_mesh(devices=1), jt.rules(), described.described), jax.set_mesh(at.mesh):
-        text = jax.jit(jax.grad(loss, range(5))).trace(
-            *(array(heads, 128) for heads in (2, 2, 4)), *(array(4, dtype=np.float32) for _ in range(2))).lower(
-            lowering_platforms=("cuda",)).compile().as_text()
+        text = jax.jit(jax.grad(loss, range(5))).trace(*arrays).lower(lowering_platforms=("cuda",)).compile().as_text()
     made = instructions.program(text).instructions.values()
-    found = [one for one in made if "recurrent_delta" in one.path and one.own]
+    found = [one for one in made if "recurrent_" in one.path and one.own]
     assert len(found) >= 4
     assert all(one.flops > 0 and one.dtype == "f32" for one in found)
 
@@ -137,3 +147,14 @@ def test_a_planner_knows_what_they_cost(interpreted):
     exact = 2 * C**3 * (1 + 2 * 6)  # sums of logarithms, and six levels of the inverse
     others = 2 * (C * C * K + C * C * V + C * C * K + C * K * V)
     assert chunk_matrices.products(found.jaxpr) == 6 * exact + others
+
+
+def test_a_planner_knows_what_those_of_a_group_cost():
+    """The product of each token's C and B is computed once for all heads of a group."""
+    C, N, P, R = 64, 8, 12, 3
+    sides = (C, N), (C, N), (R, C, P), (R, 1, C), (R, 1, C)
+    found = jax.make_jaxpr(state_space_kernels.OUTPUTS.function)(
+        *(jax.ShapeDtypeStruct(shape, np.float32) for shape in sides), jax.ShapeDtypeStruct((1, C), np.int32),
+        jax.ShapeDtypeStruct((R, N, P), np.float32))
+    sums = 2 * C**3 * 6  # of logarithms, exact
+    assert chunk_matrices.products(found.jaxpr) == 2 * C * C * N + R * (sums + 2 * (C * N * P + C * C * P))

@@ -4,57 +4,37 @@ Keys and values are cut into tiles of 32 channels, so that the largest matrix of
 tiles need of earlier ones is read or computed again: it would not fit the registers.
 Arguments and results are references to memory, of which a kernel loads and stores tiles.
 
-Shape suffixes: C tokens of a chunk, K key width, V value width, X channels of a tile. `since` is the decay of the state
-before the chunk until after a token (0 in later documents), `end` the decay of what a token writes until the end of the
-chunk (0 in earlier ones).
+Shape suffixes: C tokens of a chunk, K key width, V value width, X channels of a tile. `since` and `end` are as in
+decay_tiles.py.
 """
 
-from typing import NamedTuple
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.base.annotations import AnyArray
-from jaxtrain.kernels.chunks.chunk_matrices import F32, column, inverse, product, row, tokens
+from jaxtrain.kernels.chunks.chunk_matrices import F32, inverse, product, row, tokens
 from jaxtrain.kernels.chunks.chunk_tiles import by_tiles
-
-Ref = AnyArray  # two dimensions of memory
-
-
-class _Chunk(NamedTuple):
-    """The tokens of a chunk, without their keys and values."""
-
-    g: Ref
-    beta_C1: jax.Array
-    first_C1: jax.Array  # 1 for tokens of the first document, else 0
-    last_C1: jax.Array  # 1 for tokens of the last one
-    within_CC: jax.Array  # whether two tokens are of one document
-
-    @property
-    def of_heads(self) -> bool:
-        """Whether all channels of a head decay as one."""
-        return len(self.g) == 1
-
-
-def _chunk(g: Ref, beta: Ref, documents: Ref) -> _Chunk:
-    of_1C = documents[...]
-    of_C1 = column(of_1C)
-    first, last = (jnp.where(of_C1 == which, 1.0, 0.0) for which in (0, of_1C.max()))
-    return _Chunk(g, column(beta[...]), first, last, of_C1 == of_1C)
+from jaxtrain.models.recurrent.kernels.decay_tiles import (
+    Ref,
+    between,
+    chunk_of,
+    factors,
+    not_after,
+    of_decays,
+    row_sums,
+)
 
 
 # ------------------------------------------------------------------------------------------------------- the kernels
 def maps(k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref,
          added_KV: Ref, read_CK: Ref, write_CK: Ref, solve_CC: Ref) -> None:
     """Write what a chunk does to the state before it."""
-    (C, K), V, chunk = k.shape, v.shape[1], _chunk(g, beta, documents)
+    (C, K), V, chunk = k.shape, v.shape[1], chunk_of(g, beta, documents)
     i, j = tokens(C)
     solve = inverse(jnp.where((i > j) & chunk.within_CC, chunk.beta_C1 * _pairs(chunk, k, k), 0))
     solve_CC[...] = solve
 
     def of_keys(at, _):
-        k_CX, (since, end) = k[:, at].astype(F32), _factors(chunk, at)
+        k_CX, (since, end) = k[:, at].astype(F32), factors(chunk, at)
         write_CX = k_CX * end
         write_CK[:, at] = write_CX
         read_CK[:, at] = product(solve, chunk.beta_C1 * since * k_CX)
@@ -72,7 +52,7 @@ def maps_gradients(k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC: 
                    dadded_KV: Ref, dread_CK: Ref, dwrite_CK: Ref, dsolve_CC: Ref,
                    dk: Ref, dv: Ref, dg: Ref, dbeta: Ref) -> None:
     """Write the gradients of what `maps` reads."""
-    (C, K), V, chunk = k.shape, v.shape[1], _chunk(g, beta, documents)
+    (C, K), V, chunk = k.shape, v.shape[1], chunk_of(g, beta, documents)
     i, j = tokens(C)
     beta_C1 = chunk.beta_C1
 
@@ -81,27 +61,27 @@ def maps_gradients(k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC: 
         v_CX = v[:, at].astype(F32)
 
         def of_keys(keys, total):
-            return total + product(k[:, keys].astype(F32) * _factors(chunk, keys)[1], dadded_KV[keys, at])
+            return total + product(k[:, keys].astype(F32) * factors(chunk, keys)[1], dadded_KV[keys, at])
 
         dnew_CX = by_tiles(K, of_keys, jnp.zeros(v_CX.shape, F32))
         dright_CX = product(solve_CC[...], dnew_CX, "00")
         dv[:, at] = (beta_C1 * dright_CX).astype(dv.dtype)
-        return dsolve + product(dnew_CX, beta_C1 * v_CX, "11"), dbeta_C1 + _sums(v_CX * dright_CX)
+        return dsolve + product(dnew_CX, beta_C1 * v_CX, "11"), dbeta_C1 + row_sums(v_CX * dright_CX)
 
     def of_read(at, dsolve):
-        return dsolve + product(dread_CK[:, at], beta_C1 * _factors(chunk, at)[0] * k[:, at].astype(F32), "11")
+        return dsolve + product(dread_CK[:, at], beta_C1 * factors(chunk, at)[0] * k[:, at].astype(F32), "11")
 
     dsolve, dbeta_C1 = by_tiles(V, of_values, (dsolve_CC[...], jnp.zeros((C, 1), F32)))
     dsolve = by_tiles(K, of_read, dsolve)
     solve = solve_CC[...]
     dkept = jnp.where((i > j) & chunk.within_CC, -product(product(solve, dsolve, "00"), solve, "11"), 0)
     pairs_CC = _pairs(chunk, k, k)
-    dbeta_C1 += _sums(dkept * pairs_CC)
-    dpairs_CC, dg_1C = _of_decays(chunk, beta_C1 * dkept, pairs_CC)
+    dbeta_C1 += row_sums(dkept * pairs_CC)
+    dpairs_CC, dg_1C = of_decays(chunk, beta_C1 * dkept, pairs_CC)
 
     def of_keys(at, carried):
         dbeta_C1, dg_1C = carried
-        k_CX, (since, end) = k[:, at].astype(F32), _factors(chunk, at)
+        k_CX, (since, end) = k[:, at].astype(F32), factors(chunk, at)
 
         def of_added(values, total):
             return total + product(v[:, values].astype(F32), dadded_KV[at, values], "11")
@@ -113,7 +93,7 @@ def maps_gradients(k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC: 
         dk[:, at] = (dx_CX + dk_CX + beta_C1 * since * dright_CX + end * dwrite_CX).astype(dk.dtype)
         dsince_CX = since * k_CX * dright_CX
         dg_1C = _add_decay(chunk, dg, at, beta_C1 * dsince_CX, end * k_CX * dwrite_CX, dg_CX, dg_1C)
-        return dbeta_C1 + _sums(dsince_CX), dg_1C
+        return dbeta_C1 + row_sums(dsince_CX), dg_1C
 
     dbeta_C1, dg_1C = by_tiles(K, of_keys, (dbeta_C1, dg_1C))
     dbeta[...] = row(dbeta_C1)
@@ -123,12 +103,12 @@ def maps_gradients(k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC: 
 
 def outputs(q: Ref, k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC: Ref, state_KV: Ref, y: Ref) -> None:
     """Write the results of a chunk's tokens, given the state before it."""
-    K, V, chunk = k.shape[1], v.shape[1], _chunk(g, beta, documents)
+    K, V, chunk = k.shape[1], v.shape[1], chunk_of(g, beta, documents)
     _, move_CC = _moves(chunk, q, k, solve_CC)
 
     def of_values(at, _):
         def of_keys(keys, total):
-            since, _ = _factors(chunk, keys)
+            since, _ = factors(chunk, keys)
             kept_CX = product(move_CC, chunk.beta_C1 * since * k[:, keys].astype(F32))
             return total + product(since * q[:, keys].astype(F32) - kept_CX, state_KV[keys, at])
 
@@ -141,7 +121,7 @@ def outputs(q: Ref, k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC:
 def outputs_gradients(q: Ref, k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref, solve_CC: Ref, state_KV: Ref, dy: Ref,
                       dq: Ref, dk: Ref, dv: Ref, dg: Ref, dbeta: Ref, dsolve_CC: Ref, dstate_KV: Ref) -> None:
     """Write the gradients of what `outputs` reads."""
-    (C, K), V, chunk = k.shape, v.shape[1], _chunk(g, beta, documents)
+    (C, K), V, chunk = k.shape, v.shape[1], chunk_of(g, beta, documents)
     beta_C1 = chunk.beta_C1
     seen_CC, move_CC = _moves(chunk, q, k, solve_CC)
 
@@ -150,22 +130,22 @@ def outputs_gradients(q: Ref, k: Ref, v: Ref, g: Ref, beta: Ref, documents: Ref,
         dy_CX = dy[:, at].astype(F32)
 
         def of_read(keys, total):
-            return total - product(_factors(chunk, keys)[0] * k[:, keys].astype(F32), state_KV[keys, at])
+            return total - product(factors(chunk, keys)[0] * k[:, keys].astype(F32), state_KV[keys, at])
 
         error_CX = by_tiles(K, of_read, v[:, at].astype(F32))
         derror_CX = product(move_CC, dy_CX, "00")  # before beta
         dv[:, at] = (beta_C1 * derror_CX).astype(dv.dtype)
-        return dmove + product(dy_CX, beta_C1 * error_CX, "11"), dbeta_C1 + _sums(error_CX * derror_CX)
+        return dmove + product(dy_CX, beta_C1 * error_CX, "11"), dbeta_C1 + row_sums(error_CX * derror_CX)
 
     dmove, dbeta_C1 = by_tiles(V, of_values, (jnp.zeros((C, C), F32), jnp.zeros((C, 1), F32)))
     dbeta[...] = row(dbeta_C1)
     dsolve_CC[...] = product(seen_CC, dmove, "00")
     i, j = tokens(C)
     dseen = jnp.where((i >= j) & chunk.within_CC, product(dmove, solve_CC[...], "11"), 0)
-    dpairs_CC, dg_1C = _of_decays(chunk, dseen, seen_CC)
+    dpairs_CC, dg_1C = of_decays(chunk, dseen, seen_CC)
 
     def of_keys(at, dg_1C):
-        q_CX, k_CX, (since, _) = q[:, at].astype(F32), k[:, at].astype(F32), _factors(chunk, at)
+        q_CX, k_CX, (since, _) = q[:, at].astype(F32), k[:, at].astype(F32), factors(chunk, at)
 
         read_CX = since * q_CX - product(move_CC, chunk.beta_C1 * since * k_CX)
 
@@ -193,31 +173,7 @@ def _moves(chunk, q, k, solve_CC):
     return seen_CC, product(seen_CC, solve_CC[...])
 
 
-def _sums(x_CX):
-    return x_CX.sum(1, keepdims=True)
-
-
 # --------------------------------------------------------------------------------------------------------- the decays
-def _since(size):
-    i, j = tokens(size)
-    return j <= i
-
-
-def _factors(chunk, at):
-    """Return `since` and `end` of a tile of key channels, [C, 1] or [C, X]."""
-    since = _since(len(chunk.beta_C1))
-    if chunk.of_heads:
-        sums = (_sums(jnp.where(which, chunk.g[...], 0)) for which in (since, ~since))
-    else:
-        sums = (product(which.astype(F32), chunk.g[:, at], exact=True) for which in (since, ~since))
-    return tuple(jnp.exp(x) * inside for x, inside in zip(sums, (chunk.first_C1, chunk.last_C1), strict=True))
-
-
-def _between(chunk):
-    i, j = tokens(len(chunk.beta_C1))
-    return jnp.exp(lax.cumsum(jnp.where(i > j, column(chunk.g[...]), 0.0), 0))
-
-
 def _pairs(chunk, x, k):
     """Return the product of each token's x with each earlier one's k, or its own, decayed in between; others are 0 or
     not of use.
@@ -234,10 +190,10 @@ def _pairs(chunk, x, k):
             across, late, early = _halves(level, chunk.g[:, at])
             return total + jnp.where(across, product(x_CX * late, k_CX * early, "11"), 0)
 
-        return lax.fori_loop(0, C.bit_length() - 1, of_level, total + jnp.where(i == j, _sums(x_CX * k_CX), 0))
+        return lax.fori_loop(0, C.bit_length() - 1, of_level, total + jnp.where(i == j, row_sums(x_CX * k_CX), 0))
 
     found = by_tiles(K, of_tile, jnp.zeros((C, C), F32))
-    return found * _between(chunk) if chunk.of_heads else found
+    return found * between(chunk) if chunk.of_heads else found
 
 
 def _halves(level, g_CX):
@@ -256,25 +212,12 @@ def _of_half(level, size):
     return half & (j <= i), half & (j > i)
 
 
-def _of_decays(chunk, d_CC, pairs_CC):
-    """Return the gradient of the products that `_pairs` decays, and that of the decays of heads between tokens.
-
-    d_CC is the gradient of its result, 0 for pairs without use.
-    """
-    C = len(d_CC)
-    if not chunk.of_heads:
-        return d_CC, jnp.zeros((1, C), F32)
-    dlogs_CC = d_CC * pairs_CC
-    earlier = lax.cumsum(dlogs_CC, 1) - dlogs_CC
-    return d_CC * _between(chunk), jnp.where(_since(C), earlier, 0).sum(0, keepdims=True)
-
-
 def _gradients_of_pairs(chunk, at, x_CX, k_CX, d_CC):
     """Return the gradients of tiles of x and k, and of g if it has channels."""
     if chunk.of_heads:
         return product(d_CC, k_CX), product(d_CC, x_CX, "00"), 0.0
     i, j = tokens(len(d_CC))
-    own_C1 = _sums(jnp.where(i == j, d_CC, 0))
+    own_C1 = row_sums(jnp.where(i == j, d_CC, 0))
 
     def of_level(level, found):
         dx, dk, dg = found
@@ -292,10 +235,10 @@ def _gradients_of_pairs(chunk, at, x_CX, k_CX, d_CC):
 
 def _add_decay(chunk, dg, at, dsince_CX, dend_CX, dg_CX, dg_1C):
     """Add the gradients of a tile's decays: to dg_1C, which is returned, or into memory where channels decay."""
-    since = _since(len(chunk.beta_C1))
+    since = not_after(len(chunk.beta_C1))
     if chunk.of_heads:
-        dend_C1 = 0.0 if dend_CX is None else _sums(dend_CX)
-        return dg_1C + jnp.where(since, _sums(dsince_CX), dend_C1).sum(0, keepdims=True)
+        dend_C1 = 0.0 if dend_CX is None else row_sums(dend_CX)
+        return dg_1C + jnp.where(since, row_sums(dsince_CX), dend_C1).sum(0, keepdims=True)
     dg_CX += product(since.astype(F32), dsince_CX, "00", exact=True)
     if dend_CX is not None:
         dg_CX += product((~since).astype(F32), dend_CX, "00", exact=True)

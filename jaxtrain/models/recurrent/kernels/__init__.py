@@ -1,0 +1,1 @@
+"""Kernels for what is within the chunks of recurrent layers."""
