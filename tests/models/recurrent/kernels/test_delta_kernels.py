@@ -135,7 +135,7 @@ def test_tiles_compile_for_gpus(name, target):
         text = jax.jit(jax.grad(loss, range(5))).trace(*arrays).lower(lowering_platforms=("cuda",)).compile().as_text()
     made = instructions.program(text).instructions.values()
     found = [one for one in made if "recurrent_" in one.path and one.own]
-    assert len(found) >= 4
+    assert len(found) >= 3
     assert all(one.flops > 0 and one.dtype == "f32" for one in found)
 
 
