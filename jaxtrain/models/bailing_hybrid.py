@@ -129,14 +129,14 @@ def _layer(c: BailingHybridConfig, experts: bool, kind: str) -> list[Entry]:
 
 
 _IN_MEMORY = renaming({
-    r"^model\.embed_tokens\.": "model.word_embeddings.", r"\.self_attn\.(forget_gate\.)?": ".attention.",
+    r"^(model\.)?embed_tokens\.": r"\1word_embeddings.", r"\.self_attn\.(forget_gate\.)?": ".attention.",
     r"\.gate\.e_score_correction_bias$": ".gate.expert_bias"})
 
 
 def _own_name(c: BailingHybridConfig, name: str) -> str:
     """Return the published name of a tensor that transformers has under another one in memory."""
     found = _IN_MEMORY(c, name)
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.o_proj\.weight", name)
+    layer = re.fullmatch(r"(?:model\.)?layers\.(\d+)\.self_attn\.o_proj\.weight", name)
     of_attention = layer and c.layer_kinds[int(layer[1]):][:1] == ATTENTION
     return found.replace(".o_proj.", ".dense.") if of_attention else found
 

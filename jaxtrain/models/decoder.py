@@ -107,9 +107,10 @@ class Decoder(nnx.Module):
         stack = partial(Stack, unroll=compute.unroll, rngs=rngs)
         kept = policies("none" if grouped else compute.remat, num_layers)
 
-        self.first_blocks = stack(first, num_first, remat=cut(kept, 0, num_first),
-                                  after=num_layers - num_first) if first and num_first else None
+        self.first_blocks = stack(first, num_first, remat=cut(kept, 0, num_first)) if first and num_first else None
         self.blocks = stack(block, num_layers - num_first, first=num_first, remat=cut(kept, num_first, num_layers))
+        if self.first_blocks is not None:
+            self.first_blocks.after = self.blocks.single_layers
         self.norm, self.output = norm, head
         self.ahead = ahead(rngs) if ahead else None
 

@@ -81,7 +81,7 @@ class LatentConfig(RotaryConfig):
 
     def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
         """Return that of queries and keys with both of their parts."""
-        return [(seq_len, 0, self.head_dim + self.rope_head_dim, True)]
+        return [(seq_len, 0, max(self.head_dim + self.rope_head_dim, self.value_head_dim), True)]
 
     def _check_parts(self) -> None:
         """Refuse heads of which by `mup_base` one part grows and another one does not."""

@@ -293,16 +293,15 @@ class Stack(nnx.Module):
     """
 
     def __init__(self, layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs,
-                 remat: Sequence[tuple[Policy, int]] = (), unroll: int = 1, first: int = 0, after: int = 0):
+                 remat: Sequence[tuple[Policy, int]] = (), unroll: int = 1, first: int = 0):
         """Make the parameters.
 
         Args:
             first: the number of the first layer; layers that are `numbered` are called with theirs, or with that of
                 another layer of the same `kind`.
-            after: how many layers another stack has behind these.
         """
         self.unroll, self.num_layers, self.first = unroll, num_layers, first
-        self.after = after
+        self.after = 0  # how many layers another stack has behind these
         keys = jax.random.split(rngs.params(), num_layers)
         self.layer = nnx.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
         self.numbered = getattr(self.layer, "numbered", False)
@@ -365,9 +364,19 @@ class Stack(nnx.Module):
 
     def _is_wide(self, number: AnyArray) -> AnyArray:
         """Return whether products of a layer stay as they are; of a group, whether those of one of its layers do."""
-        each, form = len(getattr(self.layer, "names", "1")), products.current_format()
-        number, layers = self.first + number * each, self.first + self.num_layers * each + self.after
+        each, form = self._each, products.current_format()
+        number, layers = self.first + number * each, self.first + self.single_layers + self.after
         return form.leaves_out(number, layers) | form.leaves_out(number + each - 1, layers)
+
+    @property
+    def _each(self) -> int:
+        """The layers of an entry: those of a group, or one."""
+        return len(getattr(self.layer, "names", "1"))
+
+    @property
+    def single_layers(self) -> int:
+        """The number of layers, those of groups one by one."""
+        return self.num_layers * self._each
 
     def _has_wide(self) -> bool:
         return any(self._is_wide(number) for number in range(self.num_layers))

@@ -59,7 +59,7 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
     # Within a pipeline the axis is already manual.
     stages = 1 if AXIS in axis_rules.free_axes(mesh) else mesh.shape["stage"]
     (strategy, _), backend = strategies.decide(
-        strategy, backend, q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], stages=stages, parts=n,
+        strategy, backend, q_BTHK.dtype, q_BTHK.shape[1], max(q_BTHK.shape[3], v_BSGK.shape[3]), stages=stages, parts=n,
         heads=q_BTHK.shape[2] // split, soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None)
     scoring = Scoring(window, soft_cap, backend)
     if strategy != "ulysses":

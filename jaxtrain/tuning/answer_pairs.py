@@ -4,11 +4,11 @@ Guo et al. (arXiv 2402.04792), with a reward in place of their annotator. A row 
 makes rows: segment 1 is the chosen answer behind its prompt, segment 2 the rejected one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxtrain.tuning.rewards import totals_of
+from jaxtrain.tuning.rewards import ROUNDING, equal_groups, totals_of
 from jaxtrain.tuning.rollout_files import Round
 from jaxtrain.tuning.rollouts import Rollouts, size_of
 
@@ -23,21 +23,23 @@ class AnswerPairs(Rollouts):
     def _batch(self, one: Round) -> dict[str, np.ndarray]:
         scores = self._with_lengths(one)
         self._measure(scores)
-        totals = totals_of(self.settings, scores)
+        totals, equal = totals_of(self.settings, scores), equal_groups(self.settings, scores)
         self._fields |= {"reward": float(totals.mean()),
                          "answer_tokens": float(np.mean([size_of(answer) for answer in one.answers]))}
-        rows = [self._pair(one, totals, first) for first in range(0, self.count, self.settings.group_size)]
+        size = self.settings.group_size
+        rows = [self._pair(one, totals, [] if same else range(group * size, (group + 1) * size))
+                for group, same in enumerate(equal)]
         return {name: np.stack([row[name] for row in rows]) for name in NAMES}
 
-    def _pair(self, one: Round, totals: np.ndarray, first: int) -> dict[str, np.ndarray]:
-        """Return the pair of the group that begins with this answer; an empty row if all its rewards are equal."""
-        group = totals[first:first + self.settings.group_size]
+    def _pair(self, one: Round, totals: np.ndarray, group: Sequence[int]) -> dict[str, np.ndarray]:
+        """Return the best and the worst of these answers, of those that are trained on; an empty row if none differ."""
         row = {name: np.zeros(self.seq_len, np.float32 if name == "weights" else np.int32) for name in NAMES}
-        if np.ptp(group) == 0:
+        group = [n for n in group if not self.is_left_out(one.answers[n])]
+        if not group or np.ptp(totals[group]) <= ROUNDING * max(1, np.abs(totals[group]).max()):
             return row
-        prompt, begin = self.prompts[one.numbers[first]], 0
-        for segment, at in enumerate((group.argmax(), group.argmin()), start=1):
-            begin = _add(row, self._row(prompt, one.answers[first + at], 0.0, {}), segment, begin)
+        begin = 0
+        for segment, at in enumerate((group[totals[group].argmax()], group[totals[group].argmin()]), start=1):
+            begin = _add(row, self._row(self.prompts[one.numbers[at]], one.answers[at], 0.0, {}), segment, begin)
         return row
 
 

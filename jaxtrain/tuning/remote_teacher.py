@@ -5,7 +5,10 @@ log-probability of each token of the text too, as vLLM does and as lm-evaluation
 it generates is left out.
 """
 
+import itertools
+import urllib.parse
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +21,7 @@ from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning.http_service import HttpService, timeout_of
 
 KEY = "rl.teacher"
-MOST = 32  # texts in a request
+MOST, AT_ONCE = 32, 8  # texts in a request, and requests
 LIMIT = 2**28  # bytes of a response: for each token its text, its log-probability and the likeliest one
 
 
@@ -38,8 +41,9 @@ class RemoteTeacher:
     @classmethod
     def of(cls, config: Config) -> "RemoteTeacher":
         """Return the teacher that URL or URL#MODEL names."""
-        url, _, model = config.rl.teacher.partition("#")
-        return cls(HttpService(KEY, "server", f"{url.rstrip('/')}/completions", timeout_of(config), LIMIT), model)
+        url = urllib.parse.urlsplit(config.rl.teacher)
+        asked = url._replace(path=f"{url.path.rstrip('/')}/completions", fragment="").geturl()
+        return cls(HttpService(KEY, "server", asked, timeout_of(config), LIMIT), url.fragment)
 
     def __call__(self, prompts: Sequence[Sequence[int]], answers: Sequence[Generated]) -> list[list[float]]:
         """Return the log-probability of each token of each answer behind its prompt, its end included."""
@@ -48,10 +52,10 @@ class RemoteTeacher:
     def _asked(self, prompts: Sequence[Sequence[int]], answers: Sequence[Generated]) -> list[list[float]]:
         texts = [[*prompt, *answer.tokens, *(answer.end or ())[:1]]
                  for prompt, answer in zip(prompts, answers, strict=True)]
-        found: list[list[float]] = []
-        for first in range(0, len(texts), MOST):
-            found += self._logprobs(texts[first:first + MOST])
-        return [each[len(prompt):] for each, prompt in zip(found, prompts, strict=True)]
+        parts = [texts[first:first + MOST] for first in range(0, len(texts), MOST)]
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # a step waits for about as long as for one of them
+            found = itertools.chain.from_iterable(pool.map(self._logprobs, parts))
+            return [each[len(prompt):] for each, prompt in zip(found, prompts, strict=True)]
 
     def _logprobs(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         asked: JsonObject = {"prompt": texts, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}

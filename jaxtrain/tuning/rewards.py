@@ -90,9 +90,10 @@ def equal_groups(c: RLConfig, scores: np.ndarray) -> np.ndarray:
     """Return of each group whether all its answers have the same rewards, so that it teaches nothing."""
     by_group = _columns(scores) if c.combine == "normalize" else totals_of(c, scores)[:, None]
     by_group = by_group.reshape(-1, c.group_size, by_group.shape[1])
-    return (np.ptp(by_group, axis=1) == 0).all(1)
+    return (np.ptp(by_group, axis=1) <= ROUNDING * np.maximum(1, np.abs(by_group).max(1))).all(1)
 
 
+ROUNDING = 1e-9  # sums of other parts are never further apart where they are meant to be equal
 _LEAST = 1e-4  # of a standard deviation by which is divided
 
 

@@ -287,6 +287,10 @@ class Rollouts:
         rows = [self._row(*each) for each in zip(prompts, one.answers, totals_of(c, named), known, strict=True)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
+    def is_left_out(self, answer: Generated) -> bool:
+        """Return whether an answer is not trained on, since it was cut off."""
+        return self.mask_truncated and answer.finish_reason == "length"
+
     def _measure(self, scores: np.ndarray) -> None:
         """Take the means of several scores, and how many groups teach nothing, for the line of metrics."""
         c = self.settings
@@ -313,8 +317,7 @@ class Rollouts:
                 for name in ("weights", "sampled", "rewards", "answers", *known)}
         row["tokens"][:size], row["targets"][:size] = ids[:-1], ids[1:]
         row["segments"][:size], row["positions"][:size] = 1, np.arange(size)
-        cut_off = self.mask_truncated and answer.finish_reason == "length"
-        row["weights"][first:size], row["sampled"][first:size] = not cut_off, said
+        row["weights"][first:size], row["sampled"][first:size] = not self.is_left_out(answer), said
         for name, each in known.items():
             row[name][first:size] = each
         row["rewards"][first], row["answers"][first] = reward, 1

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
+from jaxtrain.models.decoder import Compute
+from jaxtrain.models.make_model import make_model
 from jaxtrain.models.training_noise import Noise
 from jaxtrain.sharding import block_formats, block_units, contractions, products
 from jaxtrain.train_step import precision
@@ -206,6 +209,15 @@ def test_every_product_is_narrow_but_those_of_layers_at_the_ends(ends):
     run = reference.build("llama", train__precision="mxfp8", model__num_layers=4, **(WIDE | keys))
     found = roundings(run.sharded.trace(batch()).jaxpr.jaxpr)
     assert found == 6 * 7 * (4 - sum(ends))  # two factors of three products of seven layers
+
+
+def test_ends_are_counted_in_layers_where_layers_come_in_groups():
+    """Behind a dense layer stands a group of two, which are the last two of the model."""
+    config = reference.tiny("kimi_linear")
+    model = nnx.eval_shape(lambda: make_model(config.model, Compute.of(config.model, config.train, config.mesh),
+                                              config.lora, rngs=nnx.Rngs(params=jax.random.key(0))))
+    with products.in_precision("mxfp8", at_end=2):
+        assert model.blocks._has_wide() and not model.first_blocks._has_wide()
 
 
 def test_gradients_are_rounded_anew_in_each_step_and_the_same_again():

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.hub.generate import Generated
+from jaxtrain.tuning.answer_pairs import AnswerPairs
+from jaxtrain.tuning.rollout_files import Round
 from tests.objectives import plain_preference
 from tests.tuning.test_rollouts import config, files, on_four  # noqa: F401
 
@@ -51,6 +54,20 @@ def test_rows_hold_the_best_and_the_worst_answer_of_each_group(files):  # noqa: 
     _, metrics = run.step(state, run.batch(0))
     assert float(metrics["loss"]) == pytest.approx(math.log(2), rel=1e-5), "the policy is its reference still"
     assert float(metrics["pairs"]) == pairs
+
+
+@pytest.mark.parametrize(("masks", "rewards", "pair"), [
+    (False, [1, 3, 2, 0], (1, 3)), (True, [1, 3, 2, 0], (2, 0)), (False, [0.1 + 0.2, 0.3, 0.3, 0.3], None),
+    (True, [1, 5, 1, 7], None)])
+def test_answers_that_were_cut_off_are_in_no_pair_where_they_are_not_trained_on(masks, rewards, pair):
+    """The second answer and the last one reached the limit; sums that differ by rounding are equal."""
+    answers = [Generated("", (7 + n,), (-1.0,), "length" if n % 2 else "stop") for n in range(4)]
+    own = AnswerPairs.__new__(AnswerPairs)
+    own.mask_truncated, own.seq_len, own.prompts = masks, 8, [[5, 6]]
+    row = own._pair(Round([0] * 4, answers, 0), np.array(rewards, float), range(4))
+    wanted = [] if pair is None else [6, 7 + pair[0], 6, 7 + pair[1]]
+    assert row["targets"].tolist() == wanted + [0] * (8 - len(wanted))
+    assert row["segments"].tolist() == ([] if pair is None else [1, 1, 2, 2]) + [0] * (8 - len(wanted))
 
 
 @pytest.mark.slow

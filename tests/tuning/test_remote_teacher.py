@@ -56,6 +56,14 @@ def test_a_server_teaches_as_the_same_model_here(files, tmp_path, monkeypatch): 
     assert np.ptp(batches[0]["advantages"]) > 0.01
 
 
+@pytest.mark.parametrize(("teacher", "url", "model"), [
+    ("http://h:1/v1", "http://h:1/v1/completions", ""), ("http://h:1/v1/#m", "http://h:1/v1/completions", "m"),
+    ("http://h:1/v1?key=a#m", "http://h:1/v1/completions?key=a", "m")])
+def test_a_url_may_have_a_query_and_name_a_model(teacher, url, model):
+    found = RemoteTeacher.of(reference.tiny("llama", rl__prompts="p", rl__teacher=teacher, rl__max_new_tokens=2))
+    assert (found.service.url, found.model) == (url, model)
+
+
 @pytest.mark.parametrize(("answer", "why"), [
     ({"choices": []}, "0 choices for 2 texts"),
     ({"choices": [{"index": n, "logprobs": None} for n in range(2)]}, "'NoneType' object is not subscriptable"),

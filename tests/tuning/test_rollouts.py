@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,7 +107,9 @@ def test_the_config_of_fine_tuning_is_one_of_rollouts(files):
 @pytest.mark.parametrize(("masks", "reason", "learns"), [
     (True, "length", False), (True, "stop", True), (False, "length", True)])
 def test_answers_that_are_cut_off_can_be_left_out_of_the_loss(masks, reason, learns):
-    row = rollouts.Rollouts._row(SimpleNamespace(mask_truncated=masks, seq_len=8), [5, 6], Generated(
+    own = SimpleNamespace(mask_truncated=masks, seq_len=8)
+    own.is_left_out = partial(rollouts.Rollouts.is_left_out, own)
+    row = rollouts.Rollouts._row(own, [5, 6], Generated(
         "", (7, 8), (-1.0, -2.0), reason), 0.5, {"advantages": np.float32([2, 2])})
     assert row["weights"].tolist() == [0, learns, learns, 0, 0, 0, 0, 0]
     assert row["rewards"].tolist() == [0, 0.5, 0, 0, 0, 0, 0, 0] and row["answers"].sum() == 1

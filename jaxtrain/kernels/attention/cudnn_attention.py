@@ -58,10 +58,12 @@ def at_once(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT
     elif keys_BS is not None:
         queries_BT = jnp.ones(q_BTHK.shape[:2], keys_BS.dtype) if segments_BT is None else segments_BT
         mask = queries_BT[:, None, :, None] == keys_BS[:, None, None, :]
-    width = v_BSGK.shape[-1]  # where values are narrower than keys, the kernel needs them padded
-    v_BSGK = jnp.pad(v_BSGK, ((0, 0),) * 3 + ((0, q_BTHK.shape[-1] - width),))
+    # The kernel needs keys and values of one width.
+    scale, width, widest = q_BTHK.shape[-1]**-0.5, v_BSGK.shape[-1], max(q_BTHK.shape[-1], v_BSGK.shape[-1])
+    q_BTHK, k_BSGK, v_BSGK = (jnp.pad(x, ((0, 0),) * 3 + ((0, widest - x.shape[-1]),))
+                              for x in (q_BTHK, k_BSGK, v_BSGK))
     return jax.nn.dot_product_attention(
-        q_BTHK, k_BSGK, v_BSGK, mask=mask, is_causal=window != BOTH_WAYS, implementation="cudnn",
+        q_BTHK, k_BSGK, v_BSGK, mask=mask, scale=scale, is_causal=window != BOTH_WAYS, implementation="cudnn",
         key_value_seq_lengths=lengths_B,
         local_window_size=(window - 1, 0) if window > 0 else None)[..., :width]
 

@@ -24,10 +24,10 @@ def part(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
     """
     from jax._src.cudnn import fused_attention_stablehlo as wheel
 
-    width = v_BSGK.shape[-1]
+    width, widest = v_BSGK.shape[-1], max(q_BTHK.shape[-1], v_BSGK.shape[-1])
     mask = None if seen_BTS is None else jnp.broadcast_to(seen_BTS[:, None], (len(q_BTHK), 1, *seen_BTS.shape[1:]))
     results: Any = wheel.dot_product_attention(
-        q_BTHK, k_BSGK, _padded(v_BSGK, q_BTHK), mask=mask, scale=q_BTHK.shape[-1]**-0.5,
+        *(_padded(x, widest) for x in (q_BTHK, k_BSGK, v_BSGK)), mask=mask, scale=q_BTHK.shape[-1]**-0.5,
         mask_type=wheel.MaskType.NO_MASK, qkv_layout="BTNH", return_residual=True)
     out_BTHK, lse_BHT = results
     lse_BTH = lse_BHT.swapaxes(1, 2)
@@ -46,7 +46,8 @@ def part_gradients(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull
     """
     from jax._src.cudnn import fused_attention_stablehlo as wheel
 
-    width, none = v_BSGK.shape[-1], jnp.zeros(0, q_BTHK.dtype)
+    (K, width), none = (q_BTHK.shape[-1], v_BSGK.shape[-1]), jnp.zeros(0, q_BTHK.dtype)
+    q, k, v, out, pull = (_padded(x, max(K, width)) for x in (q_BTHK, k_BSGK, v_BSGK, out_BTHK, pull_BTHK))
     bias = none if seen_BTS is None else jnp.where(
         seen_BTS, jnp.zeros((), q_BTHK.dtype), wheel.get_large_negative_number(q_BTHK.dtype))[:, None]
     if seen_BTS is not None:
@@ -54,13 +55,12 @@ def part_gradients(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull
     newer = {"score_mod": None} if "score_mod" in inspect.signature(
         wheel._dot_product_attention_bwd_rule).parameters else {}
     dq, dk, dv, *_ = wheel._dot_product_attention_bwd_p_wrapper.bind(
-        q_BTHK, k_BSGK, _padded(v_BSGK, q_BTHK), bias, *(none,) * 6, lse_BTH.swapaxes(1, 2), _padded(out_BTHK, q_BTHK),
-        _padded(pull_BTHK, q_BTHK), scale=q_BTHK.shape[-1]**-0.5, seed=42, dropout_rate=0.0,
+        q, k, v, bias, *(none,) * 6, lse_BTH.swapaxes(1, 2), out, pull, scale=K**-0.5, seed=42, dropout_rate=0.0,
         variadic_args=(seen_BTS is not None, False), mask_type=wheel.MaskType.NO_MASK,
         layout=wheel.AttentionLayout.BTNH.value, sliding_window_length=None, **newer)
-    return dq, dk, dv[..., :width]
+    return dq[..., :K], dk[..., :K], dv[..., :width]
 
 
-def _padded(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Pad the width of values, where they are narrower than keys."""
-    return jnp.pad(x, ((0, 0),) * 3 + ((0, like.shape[-1] - x.shape[-1]),))
+def _padded(x: jax.Array, width: int) -> jax.Array:
+    """Pad keys or values to this width, as the kernel needs them of one."""
+    return jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[-1]),))
