@@ -16,10 +16,11 @@ GPUS = ("gpu", "cuda")
 
 
 def attention(asked: str, dtype: jnp.dtype, seq_len: int, head_dim: int, *, strategy: str = "", parts: int = 1,
-              packed: bool = True, soft_cap: float = 0.0, sinks: bool = False) -> str:
+              packed: bool = True, soft_cap: float = 0.0, sinks: bool = False, windowed: bool = False) -> str:
     """Return what causal attention costs here beyond a kernel that computes only what is seen; "": nothing.
 
-    `strategy`: how it crosses the parts of a sequence, each of which a device has; "" if rows are whole.
+    `strategy`: how it crosses the parts of a sequence, each of which a device has; "" if rows are whole. `windowed`:
+    whether some layers have a window.
     """
     platform = mesh_context.platform()
     if platform not in (*GPUS, "tpu"):
@@ -34,6 +35,9 @@ def attention(asked: str, dtype: jnp.dtype, seq_len: int, head_dim: int, *, stra
     if backend == "xla":
         return (f"attention has no kernel here{wide}: {4e-9 * seq_len**2:.2g} GB of scores in memory for each head of "
                 f"a row of {seq_len:,} tokens")
+    if backend == "splash" and in_parts and windowed:
+        return (f"attention with a window over context by {strategy} has no kernel on TPUs: scores of these layers "
+                "pass through memory in float32, tile by tile")
     if backend == "cudnn" and packed and not in_parts and seq_len < cudnn_attention.LONG:
         other = "" if triton_attention.refusal(platform, dtype, seq_len, head_dim, soft_cap) else (
             "; train.attention=triton computes only what is seen, but no device has run it yet")

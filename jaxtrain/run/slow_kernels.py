@@ -22,7 +22,8 @@ def sentences(run: "Run") -> list[str]:
     with mesh_context.use(mesh, rules, settings.platform):
         found = [slow_paths.attention(
             train.attention, dtype, queries, head_dim, strategy=across.name if across else "", parts=parts,
-            packed=not config.data.cross_document_attention, soft_cap=model.attention_cap, sinks=model.sinks)
+            packed=not config.data.cross_document_attention, soft_cap=model.attention_cap, sinks=model.sinks,
+            windowed=any(model.windows))
             for queries, keys, head_dim, causal in model.attentions(config.data.seq_len) if causal and not keys]
         found.append(slow_paths.precision(settings.precision))
         if experts := model.experts.num:

@@ -43,6 +43,9 @@ def run_of(platform, config="llama3_8b.py:tiny", devices=2, **keys):
     ("cuda:10", dict(train__precision="mxfp8", data__cross_document_attention=True), []),
     ("cuda:8", dict(train__precision="nvfp4"), ["packed rows", "nvfp4 has no hardware here"]),
     ("cuda:8", dict(train__precision="fp8"), ["packed rows", "fp8 has no hardware here"]),
+    *(("tpu", dict(config="gemma3_1b.py:tiny", mesh__fsdp=1, mesh__context=2, mesh__context_strategy=strategy,
+                   model__head_dim=128, data__seq_len=256, model__max_seq_len=256), said)
+      for strategy, said in (("ring", ["with a window over context by ring has no kernel on TPUs"]), ("ulysses", []))),
     ("tpu", dict(train__precision="mxfp8"), ["attention has no kernel", "mxfp8 has no hardware here"])])
 def test_a_run_says_what_it_computes_slowly(platform, keys, said):
     found = sentences(run_of(platform, **keys))
