@@ -5,7 +5,6 @@ suffice. GPUs: the CUDA plugin does, given a description of the chip (extra `aot
 """
 
 import contextlib
-import math
 import os
 import time
 from collections import Counter
@@ -162,14 +161,17 @@ def devices_of(target: Target, count: int) -> list[jax.Device]:
     return devices
 
 
+_CORES = {"tpu7x": 2}  # of a chip, each of which is a device; of others a chip is one
+
+
 def _torus(target: Target, count: int) -> str:
-    """Return the most even sides of a slice of `count` chips."""
+    """Return the most even sides of the slice of chips that has so many devices."""
     dimensions = 2 if target.name in ("v5e", "v6e") else 3
-    sides, rest = [], count
+    sides, rest = [], max(1, count // _CORES.get(target.name, 1))
     for left in range(dimensions, 0, -1):
         root = round(rest ** (1 / left))
         side = max((d for d in range(1, rest + 1) if rest % d == 0 and d <= max(1, root)), default=1)
         sides.append(rest if left == 1 else side)
         rest //= side
-    assert math.prod(sides) == count
+    assert rest == 1
     return "x".join(map(str, sorted(sides)))

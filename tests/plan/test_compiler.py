@@ -4,7 +4,8 @@ import types
 
 import pytest
 
-from jaxtrain.plan.compiler import _capability, memory_of
+from jaxtrain.plan import targets
+from jaxtrain.plan.compiler import _capability, _torus, memory_of
 
 
 @pytest.mark.parametrize(("described", "can"), [("cuda:9", [True, True, False]), ("cuda:8", [True, False, False])])
@@ -26,3 +27,8 @@ def test_what_layers_keep_on_hosts_is_not_memory_of_the_device(on_hosts, peak):
         settings=types.SimpleNamespace(platform="cuda:9")))
     compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
     assert memory_of(compiled, run) == (peak, 54)
+
+
+@pytest.mark.parametrize(("target", "sides"), [("v5px8", "2x2x2"), ("v6ex8", "2x4"), ("tpu7xx8", "1x2x2")])
+def test_a_slice_has_chips_and_a_chip_may_have_two_devices(target, sides):
+    assert _torus(*targets.parse(target)) == sides
