@@ -90,7 +90,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     if family == "deepseek_v3":
         keys |= {"model.value_head_dim": rng.choice((6, 8)), "model.dense_layers": rng.choice((0, 1))}
     if family in EXPERTS:
-        layers = keys["model.num_layers"] - keys.get("model.dense_layers", family == "qwen3_moe")
+        layers = keys["model.num_layers"] - keys.get("model.dense_layers", family in ("qwen3_moe", "kimi_linear"))
     if family in EXPERTS and family != "gpt_oss":
         keys |= {"model.experts_every": often(1, *(every for every in (2, 3, 4) if layers % every == 0), 1)}
     if family in ("gemma3", "gpt_oss"):
@@ -152,7 +152,8 @@ def narrow_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     wide |= {"model.mlp_dim": 128} | ({} if keys["family"].startswith("gpt2") else {"model.num_kv_heads": 2})
     return wide | {"train.precision": kind, "train.accumulation": 1, "evaluate": False, "data.seq_len": 64,
                    "model.max_seq_len": 64, "data.global_batch_size": 8, "empty": "", "optimizer.name": "adamw",
-                   "optimizer.moment_dtype": "float32"}
+                   "optimizer.moment_dtype": "float32", "optimizer.normalize_neurons": False,
+                   "optimizer.split_heads": False}
 
 
 def muon_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -299,7 +300,8 @@ def _alone(keys: dict[str, Any], params: Any, batch: Any) -> tuple[float, Any]:
     import jaxtrain as jt
     from tests.numerics import reference
 
-    kept = ("train.freeze", "train.init_from", "train.z_loss", "train.neftune_noise_alpha", "family", "packing")
+    kept = ("train.freeze", "train.init_from", "train.z_loss", "train.neftune_noise_alpha", "family", "packing",
+            "interpret")
     plain = {key: value for key, value in keys.items() if key in kept or key.startswith(("model.", "data.", "lora."))}
     precision = keys["train.precision"] if keys["train.precision"] in NARROW else "float32"
     run = jt.build(config_of(plain | {"train.precision": precision}), devices=jax.devices()[:1])
