@@ -144,14 +144,18 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
 def narrow_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Formats with scales of blocks, in some of the cases of plain decoders, of sizes that have whole blocks.
 
-    Micro-batches have scales of their own, so that one device has the numbers of the same ones only.
+    Micro-batches have scales of their own, so that one device has the numbers of the same ones only; so have the
+    groups of `data` with gradients that are compressed, and with "exact" ones.
     """
-    if keys["family"] not in ("gpt2", "gpt2_untied", "llama", "qwen3") or keys["mesh.stage"] > 1 or rng.random() < 0.8:
+    fit = keys["family"] in ("gpt2", "gpt2_untied", "llama", "qwen3") and keys["mesh.stage"] == 1
+    if not fit or "compression.method" in keys or rng.random() < 0.8:
         return {}
     kind, wide = rng.choice(NARROW), {"model.embed_dim": 64, "model.num_heads": 4, "model.head_dim": 32}
     wide |= {"model.mlp_dim": 128} | ({} if keys["family"].startswith("gpt2") else {"model.num_kv_heads": 2})
-    return wide | {"train.precision": kind, "train.accumulation": 1, "evaluate": False, "data.seq_len": 64,
-                   "model.max_seq_len": 64, "data.global_batch_size": 8, "empty": "", "optimizer.name": "adamw",
+    wide |= {"lora.quantize": ""} if keys.get("lora.quantize") else {}
+    seq = 64 * keys["mesh.context"]  # whole blocks in each half of a device's part
+    return wide | {"train.precision": kind, "train.accumulation": 1, "evaluate": False, "data.seq_len": seq,
+                   "model.max_seq_len": seq, "data.global_batch_size": 8, "empty": "", "optimizer.name": "adamw",
                    "optimizer.moment_dtype": "float32", "optimizer.normalize_neurons": False,
                    "optimizer.split_heads": False}
 
