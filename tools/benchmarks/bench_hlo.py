@@ -94,7 +94,7 @@ def figures(guess: Estimate, made: Program | None, peak_gb: float | None) -> dic
         **{f"{kind.replace(' ', '_')}_ms": 1e3 * kinds.get(kind, 0.0) for kind in PARTS},
         "mb_per_token_layer": step.moved / tokens / guess.config.model.num_layers / 1e6,
         **plan}
-    if any(one.instruction.own and one.instruction.attention for one in step.operations):
+    if guess.config.model.text and any(one.instruction.own and one.instruction.attention for one in step.operations):
         run = build(guess.config, devices=guess.devices, platform=guess.target.described)
         share = useful_flops.of_row(run, DOCUMENTS) / useful_flops.of_row(run)
         shorter = simulate(made, guess.target, guess.mesh, DOCUMENTS)
