@@ -170,14 +170,16 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, spread, batch_axes=(),
         return top_N + jnp.log(over_vocab(sum_N * jnp.exp(own_N - top_N))), over_vocab(correct_N)
 
     def against_tokens(logits_NV, target_N, weight_N):
-        """Return each token's loss with and without z-loss, and the former's gradient with respect to the logits."""
+        """Return each token's loss with and without z-loss, the former's gradient with respect to the logits, and the
+        logarithm of the sum of exponentials.
+        """
         hit_NV = (target_N - first)[:, None] == jnp.arange(V)
         lse_N, correct_N = log_partition(logits_NV, hit_NV)
         entropy_N = lse_N - correct_N
         loss_N = entropy_N + z_loss * jnp.square(lse_N)
         pull_N = weight_N * (1 + 2 * z_loss * lse_N)
         probability_NV = jnp.exp(logits_NV - lse_N[:, None])
-        return loss_N, entropy_N, pull_N[:, None] * probability_NV - jnp.where(hit_NV, weight_N[:, None], 0)
+        return loss_N, entropy_N, pull_N[:, None] * probability_NV - jnp.where(hit_NV, weight_N[:, None], 0), lse_N
 
     def against_teacher(logits_NV, teacher_NV, weight_N):
         """Return the same for the divergence."""
@@ -187,9 +189,8 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, spread, batch_axes=(),
         pull_N = weight_N * temperature
         return temperature**2 * divergence_N, pull_N[:, None] * (jnp.exp(q_NV) - jnp.exp(p_NV))
 
-    def of_spread(logits_NV, pull_N):
+    def of_spread(logits_NV, lse_N, pull_N):
         """Return the entropy of each token's prediction, and its gradient with respect to the logits."""
-        lse_N, _ = log_partition(logits_NV, False)
         probability_NV = jnp.exp(logits_NV - lse_N[:, None])
         spread_N = lse_N - over_vocab((probability_NV * logits_NV).sum(-1))
         return spread_N, -pull_N[:, None] * probability_NV * (logits_NV - (lse_N - spread_N)[:, None])
@@ -204,12 +205,12 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, spread, batch_axes=(),
             loss_N = entropy_N + z_loss * jnp.square(lse_N)
             return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV, ())
         logits_NV = soft_capped(raw_NV, cap)
-        loss_N, entropy_N, dlogits_NV = against_tokens(logits_NV, target_N, weight_N)
+        loss_N, entropy_N, dlogits_NV, lse_N = against_tokens(logits_NV, target_N, weight_N)
         for y_NC in teacher_NC:
             teacher_NV = soft_capped(jnp.dot(y_NC, teacher_head[0], preferred_element_type=F32), teacher_cap)
             other_N, dother_NV = against_teacher(logits_NV, teacher_NV, weight_N)
             loss_N, dlogits_NV = (1 - soft) * loss_N + soft * other_N, (1 - soft) * dlogits_NV + soft * dother_NV
-        spreads = [of_spread(logits_NV, pull_N) for pull_N in pulls_N]
+        spreads = [of_spread(logits_NV, lse_N, pull_N) for pull_N in pulls_N]
         dlogits_NV += sum(change_NV for _, change_NV in spreads)
         dlogits_NV = dlogits_NV * (1 - jnp.square(logits_NV / cap)) if cap else dlogits_NV
         return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV.astype(x_ND.dtype),

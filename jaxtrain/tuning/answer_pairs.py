@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxtrain.tuning.rewards import ROUNDING, equal_groups, totals_of
+from jaxtrain.tuning.rewards import ROUNDING, totals_of
 from jaxtrain.tuning.rollout_files import Round
 from jaxtrain.tuning.rollouts import Rollouts, size_of
 
@@ -23,12 +23,10 @@ class AnswerPairs(Rollouts):
     def _batch(self, one: Round) -> dict[str, np.ndarray]:
         scores = self._with_lengths(one)
         self._measure(scores)
-        totals, equal = totals_of(self.settings, scores), equal_groups(self.settings, scores)
+        totals, size = totals_of(self.settings, scores), self.settings.group_size
         self._fields |= {"reward": float(totals.mean()),
                          "answer_tokens": float(np.mean([size_of(answer) for answer in one.answers]))}
-        size = self.settings.group_size
-        rows = [self._pair(one, totals, [] if same else range(group * size, (group + 1) * size))
-                for group, same in enumerate(equal)]
+        rows = [self._pair(one, totals, range(first, first + size)) for first in range(0, self.count, size)]
         return {name: np.stack([row[name] for row in rows]) for name in NAMES}
 
     def _pair(self, one: Round, totals: np.ndarray, group: Sequence[int]) -> dict[str, np.ndarray]:

@@ -158,7 +158,7 @@ class RLConfig:
         _unread(self, "rl", self.teacher, "teacher", "teacher_weight")
         _unread(self, "rl", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
-        _unread(self, "rl", "://" in self.reward + self.teacher, "reward=URL", "reward_timeout_s")
+        _unread(self, "rl", "://" in self.reward + self.teacher, "reward=URL or rl.teacher=URL", "reward_timeout_s")
         several = "," in self.reward
         _unread(self, "rl", several, "reward naming several", "reward_weights combine")
         _unread(self, "rl", self.overlong_buffer, "overlong_buffer", "overlong_penalty")

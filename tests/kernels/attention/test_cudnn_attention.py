@@ -17,6 +17,7 @@ import jaxtrain as jt
 from jaxtrain.builder import build
 from jaxtrain.config import remat_policies
 from jaxtrain.kernels import attention
+from jaxtrain.kernels.attention import cudnn_attention, xla_attention
 from jaxtrain.models.rematerialization import wrap
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import change, estimate
@@ -53,6 +54,27 @@ def test_kernels_in_the_lowered_program(cudnn, policy):
     text = step(policy).lower(lowering_platforms=("cuda",)).as_text()
     calls = Counter(re.findall(r"__cudnn\$(\w+)", text))
     assert calls == {"fmhaScaleBiasSoftmax": 1 if policy in ONCE else 2, "fmhaScaleBiasSoftmaxBackward": 1}
+
+
+@pytest.mark.parametrize("width", [8, 24])
+def test_values_may_be_narrower_or_wider_than_keys(width, monkeypatch):
+    """XLA's attention computes what the kernel is given, and in float32 all is that of unpadded arrays."""
+    given = jax.nn.dot_product_attention
+
+    def plain(*arrays, implementation, **options):
+        assert implementation == "cudnn" and len({x.shape[-1] for x in arrays}) == 1
+        return given(*arrays, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
+    q, k, v = (jax.random.normal(jax.random.key(n), (2, 16, 2, side)) for n, side in enumerate((16, 16, width)))
+    segments = jnp.repeat(jnp.array([[1, 2], [3, 3]]), 8, 1)
+
+    def loss(f):
+        return jax.value_and_grad(lambda *x: jnp.square(f(*x)).sum(), (0, 1, 2))(q, k, v)
+
+    found = loss(lambda *x: cudnn_attention.at_once(*x, segments, 0))
+    wanted = loss(lambda *x: xla_attention.attention(*x, segments, 0, 0.0))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted)
 
 
 def equations(jaxpr):
