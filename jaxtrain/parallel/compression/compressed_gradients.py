@@ -128,6 +128,11 @@ class CompressedGradients:
         return jax.tree.structure(self.params).unflatten(leaves)
 
     # ---------------------------------------------------------------------------------------------------- the gradient
+    @property
+    def _rows(self) -> P:
+        """How the rows of a batch are spread over the axis; JAX 0.12 tells an axis of one device from none."""
+        return axis_rules.without_trivial_axes(P(self.axis), self.layout.mesh)
+
     def of(self, gradient: StateGradient) -> StateGradient:
         """Return the gradient of the whole batch, made of that which each peer computes of its own examples.
 
@@ -147,7 +152,7 @@ class CompressedGradients:
             return sums, grads, remembered
 
         def of_state(state: TrainState, batch: PyTree) -> tuple[LossSums, Params]:
-            across = jax.shard_map(on_peer, in_specs=(P(), manual, P(self.axis)), out_specs=(P(), P(), manual),
+            across = jax.shard_map(on_peer, in_specs=(P(), manual, self._rows), out_specs=(P(), P(), manual),
                                    axis_names={self.axis}, check_vma=False)
             (total, weight, further), grads, remembered = across(
                 replace(state, opt_state=(), extras={}), state.extras[NAME], batch)
@@ -167,7 +172,7 @@ class CompressedGradients:
                                        self.layout.gradients)
 
         def of_state(state: TrainState, batch: PyTree) -> tuple[LossSums, Params]:
-            across = jax.shard_map(on_peer, in_specs=(P(), P(self.axis)), out_specs=P(self.axis),
+            across = jax.shard_map(on_peer, in_specs=(P(), self._rows), out_specs=P(self.axis),
                                    axis_names={self.axis}, check_vma=False)
             apart = across(replace(state, opt_state=(), extras={}), batch)
             specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, apart)

@@ -268,3 +268,11 @@ def test_what_cannot_be_combined_is_one_sentence(keys, sentence):
 def test_an_axis_of_one_is_told():
     with pytest.warns(UserWarning, match=r"compression.method: mesh.data is 1, so no gradient crosses it"):
         jt.build(jt.load_config("configs/gpt.py:tiny", {"mesh.data": 1, "compression.method": "int8"}), devices=1)
+
+
+def test_an_axis_of_one_beside_others_is_traced():
+    """JAX 0.12 refused rows that are spread over it, where rows that lie whole were given."""
+    with pytest.warns(UserWarning, match="mesh.data is 1"):
+        run = jt.build(jt.load_config("configs/gpt.py:tiny", {
+            "mesh.data": 1, "mesh.context": 2, "compression.method": "exact"}), devices=2)
+    assert run.lower()
