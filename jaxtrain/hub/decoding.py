@@ -130,7 +130,8 @@ class Decoding:
         Args:
             limits: how many tokens each row may have.
             stops: the tokens that finish a row; they are not part of its text.
-            seeds: keys of random numbers as the numbers that each row has for them [B, 2].
+            seeds: keys of random numbers as the numbers that each row has for them, and how many tokens were drawn with
+                them before [B, 3].
             known: how many tokens the tokenizer has; the table may have more rows, which are never chosen.
         """
         with self.context():
@@ -324,8 +325,8 @@ def _pick(rows: State, shared: State, *, filters: bool, penalizes: bool) -> tupl
     logits_BV = rows.pop("logits")
     adjusted_BV = penalized(logits_BV, rows["seen"], shared["repetition_penalty"]) if penalizes else logits_BV
     adjusted_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < shared["known"], adjusted_BV, -jnp.inf)
-    keys_B = jax.vmap(lambda words, count: jax.random.fold_in(jax.random.wrap_key_data(words), count))(
-        seeds_B, rows["count"])
+    keys_B = jax.vmap(lambda words, count: jax.random.fold_in(jax.random.wrap_key_data(words[:2]), words[2] + count))(
+        seeds_B, rows["count"].astype(jnp.uint32))
     token_B = choose(adjusted_BV, keys_B, shared, filters)
     tempered_BV = logits_BV / shared["logprob_temperature"]
     said_B = jnp.take_along_axis(jax.nn.log_softmax(tempered_BV), token_B[:, None], -1)[:, 0]

@@ -41,7 +41,8 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
              temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
              repetition_penalty: float = 1.0, stop: Sequence[str | int] = (), ignore_end: bool = False, seed: int = 0,
              logprobs: bool = False, tempered: bool = False, batch_size: int = 64,
-             tokenizer: Tokenizer | str | Path = "", adapters: Sequence[str | None] | None = None) -> list[Generated]:
+             tokenizer: Tokenizer | str | Path = "", adapters: Sequence[str | None] | None = None,
+             drawn: Sequence[tuple[int, int]] | None = None) -> list[Generated]:
     """Continue prompts with a key-value cache; return a record for each.
 
     The continuation depends on `seed` and on the prompt's position among the prompts, not on the other prompts, the
@@ -68,6 +69,8 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
             run's data. Without a tokenizer, if all prompts are token ids, the records have no text.
         adapters: the name of an adapter for each prompt, among those that `jt.load_model` or `jt.with_adapters` loaded;
             None: the base model, which is the default for all prompts.
+        drawn: for each prompt the position by which it is seeded, and how many tokens at its end were drawn so before:
+            what follows is what would have followed them. By default its own position, and none.
     """
     sampling = (Tempered if tempered else Sampling)(temperature, top_k, top_p, min_p, repetition_penalty)
     check(prompts, max_new_tokens, stop, batch_size, seed)
@@ -87,14 +90,23 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         ends += ends_of(tokenizer)
     ids = _encoded(run, prompts, words)
     params = partition.without(state.all_params, run.objective.frozen_axes)  # of the model alone
-    key = jax.random.key(seed)
-    seeds = jax.vmap(lambda number: jax.random.key_data(jax.random.fold_in(key, number)))(np.arange(bucket(len(ids))))
+    seeds = np.zeros((len(ids), 3), np.uint32)
+    numbers, seeds[:, 2] = zip(*drawn, strict=True) if drawn else (range(len(ids)), 0)
+    seeds[:, :2] = seeds_of(seed, numbers)
     queue = _Queue(ids, [min(max_new_tokens, run.config.model.max_seq_len - len(prompt)) for prompt in ids],
-                   np.asarray(seeds), list(range(len(ids))), stacked_adapters.chosen(state, len(ids), adapters))
+                   seeds, list(range(len(ids))), stacked_adapters.chosen(state, len(ids), adapters))
     records: dict[int, Generated] = {}
     while queue.waiting:
         records |= _Batch(decoding(run), params, queue, batch_size, ends).finish(sampling, words, strings, logprobs)
     return [records[number] for number in range(len(ids))]
+
+
+def seeds_of(seed: int, numbers: Sequence[int]) -> np.ndarray:
+    """Return the two words of the key of random numbers of texts at these positions [B, 2]."""
+    key, padded = jax.random.key(seed), np.zeros(bucket(len(numbers)), np.uint32)
+    padded[:len(numbers)] = numbers
+    words = jax.vmap(lambda number: jax.random.key_data(jax.random.fold_in(key, number)))(padded)
+    return np.asarray(words)[:len(numbers)]
 
 
 def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200, *, temperature: float = 0.8,
@@ -144,7 +156,7 @@ class _Batch:
         self.size, self.held = len(first), dict[int, int]()  # held: the number of the prompt in each place
         prompts, begins, chosen = self._aligned(first)
         rows = len(prompts)
-        self.limits, self.seeds = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
+        self.limits, self.seeds = np.zeros(rows, np.int32), np.zeros((rows, 3), np.uint32)
         self._hold(first)
         self.stops = np.full(bucket(len(ends)), -1, np.int32)
         self.stops[:len(ends)] = ends
@@ -215,7 +227,7 @@ class _Batch:
                 words: Tokenizer | None, logprobs: bool) -> Generated:
         many = cut[1] if cut else int(seen["count"][row])
         tokens = seen["tokens"][row, :many]
-        text = cut[0] if cut else _said(words, self.queue.ids[number], tokens) if words else ""
+        text = cut[0] if cut else text_of(words, self.queue.ids[number], tokens) if words else ""
         said = tuple(seen["logprobs"][row, :many].tolist()) if logprobs else None
         stopped = cut is not None or many < self.queue.limits[number]
         end = None if cut or not stopped else (int(seen["end"][row]), float(seen["end_logprob"][row]))
@@ -228,20 +240,20 @@ def _opened(tokenizer: Tokenizer | str | Path) -> Tokenizer:
     return tokenizer_of(tokenizer) if (Path(tokenizer) / "config.json").is_file() else load_tokenizer(f"{tokenizer}")
 
 
-def _said(words: Tokenizer, prompt: list[int], tokens: np.ndarray) -> str:
+def text_of(words: Tokenizer, prompt: Sequence[int], tokens: Sequence[int] | np.ndarray) -> str:
     """Return the text of tokens behind a prompt. Alone, they may lack the space with which they begin."""
-    begin, whole = words.decode(prompt), words.decode([*prompt, *tokens.tolist()])
-    return whole[len(begin):] if whole.startswith(begin) else words.decode(tokens.tolist())
+    begin, whole = words.decode(prompt), words.decode([*prompt, *map(int, tokens)])
+    return whole[len(begin):] if whole.startswith(begin) else words.decode([*map(int, tokens)])
 
 
 def _before(strings: list[str], words: Tokenizer, prompt: list[int], tokens: np.ndarray) -> tuple[str, int] | None:
     """Return the text before the first of some strings, and how many tokens reach into it; None without one."""
-    text = _said(words, prompt, tokens)
+    text = text_of(words, prompt, tokens)
     at = min((place for one in strings if (place := text.find(one)) >= 0), default=None)
     if at is None:
         return None
     many = len(tokens)  # the fewest that give what is kept and more; parts of a character may look like several
-    while many and len(_said(words, prompt, tokens[:many - 1])) > at:
+    while many and len(text_of(words, prompt, tokens[:many - 1])) > at:
         many -= 1
     return text[:at], many
 

@@ -99,16 +99,18 @@ def _backward(z_loss, chunks, soft, temperature, caps, kernel, saved, g):
 _sums.defvjp(_forward, _backward)
 
 
-def run_head(x, head, targets, weights, teacher, options, gradients, spread=()) -> tuple[jax.Array, ...]:
+def run_head(x, head, targets, weights, teacher, options, gradients, spread=(), draws=()) -> tuple[jax.Array, ...]:
     """Return sums over tokens (with z-loss and without), then the gradients of the former, then each token's loss.
 
     Args:
         spread: of each token, the coefficient of the entropy of its prediction in the sum with z-loss; without
-            gradients, each token's entropy is returned last.
+            gradients, each token's entropy is returned after its loss.
+        draws: of each token the two words of a key, and how many columns may be drawn from; without
+            gradients, a token drawn from each prediction is returned last.
     """
     local = partial(_local, options=options, gradients=gradients)
     if activations.activation_spec() is None:
-        return local(x, targets, weights, (head, *teacher[1:]), teacher[:1], spread)
+        return local(x, targets, weights, (head, *teacher[1:]), teacher[:1], spread, draws)
     batch, seq, vocab = map(activations.split_by, ("batch", "seq", "act_vocab"))
     batch_axes, vocab_axes = axis_rules.axes_of(batch) + axis_rules.axes_of(seq), axis_rules.axes_of(vocab)
     tokens, x_spec = P(batch, seq), P(batch, seq, None)
@@ -124,9 +126,10 @@ def run_head(x, head, targets, weights, teacher, options, gradients, spread=()) 
     sums_2, *more = activations.manual_region(
         partial(local, batch_axes=batch_axes, vocab_axes=vocab_axes,
                 row_axes=[axis_rules.axes_of(spec[0]) for spec in specs]),
-        in_specs=(x_spec, tokens, tokens, tuple(specs), (x_spec,) * len(teacher[:1]), (tokens,) * len(spread)),
-        out_specs=(P(), x_spec, specs[0], tokens) if gradients else (P(), tokens, *(tokens,) * len(spread)),
-    )(x, targets, weights, tuple(map(jax.reshard, heads, specs)), teacher[:1], spread)
+        in_specs=(x_spec, tokens, tokens, tuple(specs), (x_spec,) * len(teacher[:1]), (tokens,) * len(spread),
+                  (tokens,) * len(draws)),
+        out_specs=(P(), x_spec, specs[0], tokens) if gradients else (P(), *(tokens,) * (1 + len(spread) + bool(draws))),
+    )(x, targets, weights, tuple(map(jax.reshard, heads, specs)), teacher[:1], spread, draws)
     if gradients:
         more[1] = jax.reshard(more[1], jax.typeof(head).sharding.spec)
     return sums_2, *more
@@ -148,8 +151,8 @@ def _statistics(logits_NV: jax.Array, hit_NV: jax.Array) -> tuple[jax.Array, jax
     return lax.reduce((logits_NV, jnp.ones_like(logits_NV), wanted_NV), start, combine, (1,))
 
 
-def _local(x_BTD, targets_BT, weights_BT, heads, teacher, spread, batch_axes=(), vocab_axes=(), row_axes=((), ()), *,
-           options, gradients) -> tuple[jax.Array, ...]:
+def _local(x_BTD, targets_BT, weights_BT, heads, teacher, spread, draws, batch_axes=(), vocab_axes=(),
+           row_axes=((), ()), *, options, gradients) -> tuple[jax.Array, ...]:
     """Compute one device's share: its tokens against its part of the vocabulary."""
     z_loss, chunks, soft, temperature, (cap, teacher_cap), kernel = options
     head_DV, *teacher_head = (lax.all_gather(w, axes, tiled=True) if axes else w
@@ -196,7 +199,7 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, spread, batch_axes=(),
         return spread_N, -pull_N[:, None] * probability_NV * (logits_NV - (lse_N - spread_N)[:, None])
 
     def chunk(carry, inputs) -> tuple[tuple, PyTree]:
-        x_ND, target_N, weight_N, teacher_NC, pulls_N = inputs
+        x_ND, target_N, weight_N, teacher_NC, pulls_N, keys_N = inputs
         raw_NV = jnp.dot(x_ND, head_DV, preferred_element_type=F32)
         if in_one_pass:
             lse_N, correct_N, dlogits_NV = triton_logits.loss_and_gradient(
@@ -213,22 +216,26 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, spread, batch_axes=(),
         spreads = [of_spread(logits_NV, lse_N, pull_N) for pull_N in pulls_N]
         dlogits_NV += sum(change_NV for _, change_NV in spreads)
         dlogits_NV = dlogits_NV * (1 - jnp.square(logits_NV / cap)) if cap else dlogits_NV
-        return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV.astype(x_ND.dtype),
-                        tuple(spread_N for spread_N, _ in spreads))
+        found = tuple(spread_N for spread_N, _ in spreads)
+        if keys_N:
+            from jaxtrain.kernels.token_draws import drawn
 
-    def products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV, spread_N) -> tuple[tuple, PyTree]:
+            found += (drawn(logits_NV, keys_N, first, vocab_axes),)
+        return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV.astype(x_ND.dtype), found)
+
+    def products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV, found_N) -> tuple[tuple, PyTree]:
         """Add a chunk's sums, and what its gradient by logits makes of activations and weight."""
         sums_2, dhead_DV = carry
         sums_2 += jnp.stack([(weight_N * loss_N).sum(), (weight_N * entropy_N).sum()])
         if not gradients:
-            return (sums_2, dhead_DV), (loss_N, *spread_N)
+            return (sums_2, dhead_DV), (loss_N, *found_N)
         dx_ND = over_vocab(jnp.dot(dlogits_NV, head_DV.T, preferred_element_type=F32)).astype(x_ND.dtype)
         dhead_DV = dhead_DV + jnp.dot(x_ND.T, dlogits_NV, preferred_element_type=F32)
         return (sums_2, dhead_DV), (dx_ND, loss_N)
 
     inputs = (x_BTD.reshape(chunks, -1, D), targets_BT.reshape(chunks, -1), weights_BT.reshape(chunks, -1),
               tuple(y_BTC.reshape(chunks, -1, y_BTC.shape[-1]) for y_BTC in teacher),
-              tuple(pull_BT.reshape(chunks, -1) for pull_BT in spread))
+              tuple(pull_BT.reshape(chunks, -1) for pull_BT in spread), tuple(x.reshape(chunks, -1) for x in draws))
     start: tuple = (jnp.zeros(2, F32), jnp.zeros((D, V), F32) if gradients else None)
     if chunks == 1:  # no loop, which is faster for small models on CPU
         (sums_2, dhead_DV), each = chunk(start, jax.tree.map(lambda a: a[0], inputs))

@@ -7,6 +7,7 @@ ASKED = {
     "preference.loss=reward": "jaxtrain.objectives.reward_model:RewardModel",
     "preference.loss=kto": "jaxtrain.objectives.kto:Kto",
     "preference.loss": "jaxtrain.objectives.preference:Preference",
+    "rl.exact": "jaxtrain.tuning.exact.exact_objective:ExactPolicyGradient",
     "rl.prompts": "jaxtrain.objectives.policy_gradient:PolicyGradient",
 }
 

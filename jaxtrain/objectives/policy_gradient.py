@@ -10,7 +10,6 @@ Schulman et al. (1707.06347), with clipped values as in their implementation (Hu
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig, RLConfig
 from jaxtrain.data.loading.batch_spec import Declared
+from jaxtrain.models.decoder import Decoder
 from jaxtrain.objectives.objective import of_sections
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithReference, summed_over_rows
 from jaxtrain.train_step.state import Batch, Params, Skeleton
@@ -78,11 +78,19 @@ class PolicyGradient(WithReference):
         arrays = {key: batch[key] for key in ("learnt", "segments", *self.arrays, REFERENCE) if key in batch}
         if self.settings.mask_truncated:
             arrays["positions"] = batch["positions"]
-        arrays["policy"], arrays["entropy"] = self.logprobs_and_entropies(
-            model, x_BTD, batch, learnt=self.settings.entropy > 0)
+        arrays |= self.predicted(model, x_BTD, batch)
         if model.value_head is not None:
             arrays["expected"] = model.value_head(model.finish(x_BTD))
-        return summed_over_rows(partial(_of_rows, self.settings), arrays)
+        return summed_over_rows(self.of_rows, arrays)
+
+    def predicted(self, model: Decoder, x_BTD: jax.Array, batch: Batch) -> Batch:
+        """The log-probability of each target, and the entropy of its prediction."""
+        policy_BT, entropy_BT = self.logprobs_and_entropies(model, x_BTD, batch, learnt=self.settings.entropy > 0)
+        return {"policy": policy_BT, "entropy": entropy_BT}
+
+    def of_rows(self, batch: Batch, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """One device's share of the loss and of the metrics, summed over its tokens."""
+        return _of_rows(self.settings, batch, segments)
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the mean reward, the mean length of answers, and means over the tokens that are trained on.

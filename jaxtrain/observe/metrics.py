@@ -103,12 +103,14 @@ class MetricsWriter:
              began: float | None = None) -> None:
         """Pass on the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight.
 
+        What a step says of each of its tokens is no scalar, and for others.
+
         `began`: when its dispatch began, by `time.perf_counter`; None: before the step before was complete.
         """
         if self._ledger is not None:
             self._ledger.dispatched(step)
         self._slots.acquire()
-        self._put("step", step, metrics, host_fields or {}, began)
+        self._put("step", step, {k: x for k, x in metrics.items() if not np.ndim(x)}, host_fields or {}, began)
 
     def write_eval(self, step: int, fields: JsonMapping) -> None:
         """Write an evaluation line (`eval_loss`, `eval_bits_per_byte`, ...) after the lines of the steps before it."""

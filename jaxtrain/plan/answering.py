@@ -74,6 +74,8 @@ def planned(run: Run, target: Target, devices: int, parts: Counter) -> dict[str,
     """Return the memory of each phase of answering, and add to `parts` what rests on a device besides the state."""
     others = beside(run.config, target, devices)
     parts.update({name: total(abstract_model(other)) for name, other in others.items()})
+    if run.config.rl.exact:  # on which the step draws answers, with as much memory as it takes in training
+        parts["copy of the state"] = total(run.abstract)
     return memory_by_phase(run, target, parts, others)
 
 
@@ -114,7 +116,7 @@ def phases(run: Run, on: Mesh | None = None, models: Mapping[str, Run] | None = 
         given = of_rows(jnp.int32, width), of_rows(jnp.int32), of_rows(bool), weights
         yield Phase(PROMPTS, _traced(begin, on, *given), weights, copy=copy)
         state = jax.eval_shape(begin, *given)
-        yield Phase(DECODING, _traced(go_on, on, state, of_rows(jnp.int32), of_rows(jnp.uint32, 2), numbers, weights,
+        yield Phase(DECODING, _traced(go_on, on, state, of_rows(jnp.int32), of_rows(jnp.uint32, 3), numbers, weights,
                                       donate=(0,)), weights, state, copy, whole)
         if c.value_head:
             yield _scoring(VALUES, run, run, on)

@@ -9,7 +9,7 @@ answer is a row, behind its prompt.
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.hub.decoding import decoding
-from jaxtrain.hub.generate import Generated, generate
+from jaxtrain.hub.generate import Generated, generate, text_of
 from jaxtrain.hub.trained_tokenizer import prompt_ids
+from jaxtrain.objectives.policy_gradient import VALUES
 from jaxtrain.observe import events
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Run
@@ -213,15 +214,49 @@ class Rollouts:
         jax.block_until_ready(state)  # the time of the step before is not that of the answers
         prompts, began = [self.prompts[n] for n in numbers], time.perf_counter()
         seed = int(np.random.SeedSequence([self.seed, first, *[again] * (again > 0)]).generate_state(1)[0])
-        answers = generate(self.run, self._laid_out(state), prompts, max_new_tokens=self.settings.max_new_tokens,
-                           seed=seed, stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer,
-                           temperature=self.temperature, tempered=True)
+        if self.settings.exact:
+            answers = self._exact(prompts, seed, state)
+        else:
+            answers = self._sampled(self._laid_out(state), prompts, seed)
         if self.settings.value_head:
             answers = valued(self.run, state, prompts, answers)
         took = self._took("rollout_s", began)
         many = sum(map(size_of, answers))
         self._fields["rollout_tokens_per_s"] = many / took
         return answers
+
+    def _sampled(self, state: TrainState, prompts: list[list[int]], seed: int,
+                 drawn: list[tuple[int, int]] | None = None) -> list[Generated]:
+        """Return what follows these prompts. `drawn`: as `generate` takes it."""
+        many = self.settings.max_new_tokens
+        answers = generate(self.run, state, prompts, max_new_tokens=many, seed=seed, stop=self.ends, logprobs=True,
+                           batch_size=self.count, tokenizer=self.tokenizer, temperature=self.temperature,
+                           tempered=True, drawn=drawn)
+        return answers
+
+    def _exact(self, prompts: list[list[int]], seed: int, state: TrainState) -> list[Generated]:
+        """Return the answers that the step draws, of drafts by the sampler."""
+        from jaxtrain.tuning.exact import exact_answers
+
+        copy, many = self._laid_out(state), self.settings.max_new_tokens
+
+        def draft(numbers, begun):
+            if not numbers:
+                return []
+            drawn = [(n, len(begin)) for n, begin in zip(numbers, begun, strict=True)]
+            whole = [[*prompts[n], *begin] for n, begin in zip(numbers, begun, strict=True)]
+            return [exact_answers.joined(begin, answer, many) for begin, answer in zip(
+                begun, self._sampled(copy, whole, seed, drawn), strict=True)]
+
+        ends = exact_answers.Ends(frozenset([*self.ends, self.tokenizer.eod]), many)
+        unknown = {name: 0.0 for name in self.run.objective.batch_spec.keys() & {"advantages", *VALUES}}
+        answers, fields = exact_answers.draw(
+            self.run, state, prompts, lambda found: self._columns(
+                (prompt, answer, 0.0, unknown) for prompt, answer in zip(prompts, found, strict=True)),
+            draft, ends, seed, self.tokenizer.vocab_size)
+        self._fields |= fields
+        return [replace(answer, text=text_of(self.tokenizer, prompt, answer.tokens))
+                for prompt, answer in zip(prompts, answers, strict=True)]
 
     def _laid_out(self, state: TrainState) -> TrainState:
         """Return the state with weights as decoding uses them, in a copy that lives while the model answers."""
@@ -284,8 +319,17 @@ class Rollouts:
             self._fields["reverse_kl"] = -float(np.concatenate(ahead).mean())
             known = [each | {"advantages": each["advantages"] + c.teacher_weight * more}
                      for each, more in zip(known, ahead, strict=True)]
-        rows = [self._row(*each) for each in zip(prompts, one.answers, totals_of(c, named), known, strict=True)]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return self._columns(zip(prompts, one.answers, totals_of(c, named), known, strict=True))
+
+    def _columns(self, rows: Iterable[tuple]) -> dict[str, np.ndarray]:
+        """Return a batch of rows, of each of which the arguments of `_row` are given."""
+        made = [self._row(*each) for each in rows]
+        columns = {name: np.stack([row[name] for row in made]) for name in made[0]}
+        if self.settings.exact:
+            from jaxtrain.tuning.exact.exact_answers import places
+
+            columns |= places(len(made), self.seq_len)
+        return columns
 
     def is_left_out(self, answer: Generated) -> bool:
         """Return whether an answer is not trained on, since it was cut off."""

@@ -10,9 +10,10 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
+from jaxtrain.hub import sampling
 from jaxtrain.kernels import triton_logits
 from jaxtrain.kernels.cross_entropy import distillation_loss
-from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
+from jaxtrain.kernels.token_cross_entropy import cross_entropy_and_draws, token_cross_entropy
 from jaxtrain.sharding import activations, mesh_context
 
 B, T, D, V = 8, 8, 16, 64
@@ -257,3 +258,24 @@ def test_a_sum_too_large_for_float16_is_divided_before_it_is_rounded():
     targets, weights = jnp.zeros((1, tokens), jnp.int32), jnp.ones((1, tokens), jnp.float32)
     gradient = jax.grad(lambda head: jt.cross_entropy(x, head, targets, weights) / tokens)(head)
     np.testing.assert_allclose(gradient[:, 0], -15 / 16, rtol=1e-3)
+
+
+@pytest.mark.parametrize("mesh", [MESHES["one"], MESHES["both"]], ids=["one", "both"])
+def test_a_token_is_drawn_as_the_sampler_draws_it(mesh):
+    """From the columns that are known, by the same random numbers, whatever devices hold the columns."""
+    x, head, targets, _ = inputs()
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(3), jnp.arange(B * T))
+    words, known = np.asarray(jax.random.key_data(keys)).reshape(B, T, 2), np.full((B, T), V - 9, np.int32)
+    known[2] = 5
+    logits = (x @ head).reshape(-1, V)
+    logits = np.where(np.arange(V) < known.reshape(-1, 1), logits, -np.inf)
+    want = sampling.choose(jnp.asarray(logits), keys, sampling.Sampling().numbers(), False)
+    mesh, rules = jt.make_mesh(**mesh), jt.rules("fsdp_tp")
+    with mesh_context.use(mesh, rules):
+        x, head, targets, low, high, known = (activations.constrain(jnp.asarray(a), *names) for a, names in (
+            (x, ("batch", "seq", "act_embed")), (head, ("embed", "vocab")), *(
+                (a, ("batch", "seq")) for a in (targets, words[..., 0], words[..., 1], known))))
+        loss, _, drawn = jax.jit(cross_entropy_and_draws, static_argnames="chunks")(
+            x, head, targets, (low, high, known), chunks=2)
+    np.testing.assert_array_equal(drawn.reshape(-1), want)
+    np.testing.assert_allclose(loss, plain(0.0)[3], rtol=1e-5)

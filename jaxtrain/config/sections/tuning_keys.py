@@ -126,6 +126,9 @@ class RLConfig:
     reuse: int = at_most(1, 2**16, above=0)  # number of steps trained on the same answers before new ones are generated
     # steps between generating answers and training on them; scoring happens in the meantime
     staleness: int = at_most(0, 2**10, least=0)
+    # the step draws the answers itself, of drafts by the sampler: its log-probabilities are the sampler's to the last
+    # bit, for one more pass of the step or a few
+    exact: bool = False
     gather_weights: bool = False  # gather and cast sharded weights once per generation phase, instead of for each token
     # how tokens are weighted: "dapo": all tokens equally; "grpo": all answers equally; "dr_grpo": tokens equally,
     # divided by a fixed length

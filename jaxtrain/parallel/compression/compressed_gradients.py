@@ -130,7 +130,7 @@ class CompressedGradients:
     # ---------------------------------------------------------------------------------------------------- the gradient
     @property
     def _rows(self) -> P:
-        """How the rows of a batch are spread over the axis; JAX 0.12 tells an axis of one device from none."""
+        """The layout of a batch's rows over the axis; JAX 0.12 tells an axis of one device from none."""
         return axis_rules.without_trivial_axes(P(self.axis), self.layout.mesh)
 
     def of(self, gradient: StateGradient) -> StateGradient:

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.resilience.corruption.device_hashes import DeviceHashes
 from jaxtrain.resilience.corruption.suspects import SuspectDevices
-from jaxtrain.sharding.host_memory import HOST
+from jaxtrain.sharding.host_memory import copied
 from jaxtrain.train_step.state import Metrics, TrainState
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -37,7 +36,7 @@ class Replays:
         if not self._every or step % self._every:
             return compiled(state, batch)
         with jax.transfer_guard("allow"):  # compiles the first time
-            copy = _copy(state)
+            copy = copied(state)
             result = compiled(state, batch)
             told = {"state": result[0], "metrics": result[1]}
             self._hashes = self._hashes or DeviceHashes(told)
@@ -51,19 +50,3 @@ class Replays:
             what = f"step {step} run twice gave different bits, first in {leaves[0]} ({len(leaves)} arrays)"
             raise self._accusations.accuse(devices, what, step=step, leaves=leaves[:8], found_by="replay")
         return result
-
-
-def _copy(tree: PyTree) -> PyTree:
-    leaves, treedef = jax.tree.flatten(tree)
-    here = iter(_on_devices([x for x in leaves if x.sharding.memory_kind != HOST]))
-    return treedef.unflatten([_in_hosts(x) if x.sharding.memory_kind == HOST else next(here) for x in leaves])
-
-
-@jax.jit
-def _on_devices(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.copy(x) for x in leaves]  # a jit that returned its arguments would return the same buffers
-
-
-def _in_hosts(x: jax.Array) -> jax.Array:
-    """Copy an array within host memory, without going through a device."""
-    return jax.device_put(x, x.sharding, may_alias=False)

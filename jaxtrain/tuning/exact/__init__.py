@@ -1,0 +1,1 @@
+"""Answers that the train step draws itself (`rl.exact`)."""
