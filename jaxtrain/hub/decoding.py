@@ -43,7 +43,7 @@ State = dict[str, Any]
 ROWS = ("logits", "seen", "done", "count", "end", "end_logprob", "tokens", "logprobs")  # that a state has of each row
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)  # a training service has a run for each rank of its adapters
 def decoding(run: "Run") -> "Decoding":
     """Return the programs of a run, the same ones each time, so that what they compiled is used again."""
     return programs(run)

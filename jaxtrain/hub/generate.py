@@ -39,9 +39,9 @@ class Generated:
 
 def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_new_tokens: int = 128,
              temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-             repetition_penalty: float = 1.0, stop: Sequence[str | int] = (), ignore_end: bool = False, seed: int = 0,
-             logprobs: bool = False, tempered: bool = False, batch_size: int = 64,
-             tokenizer: Tokenizer | str | Path = "", adapters: Sequence[str | None] | None = None,
+             repetition_penalty: float = 1.0, stop: Sequence[str | int] = (), ignore_end: bool = False,
+             keep_stop: bool = False, seed: int = 0, logprobs: bool = False, tempered: bool = False,
+             batch_size: int = 64, tokenizer: Tokenizer | str | Path = "", adapters: Sequence[str | None] | None = None,
              drawn: Sequence[tuple[int, int]] | None = None) -> list[Generated]:
     """Continue prompts with a key-value cache; return a record for each.
 
@@ -61,6 +61,7 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         stop: texts or token ids before which a text ends. So do the tokenizer's end of a document, and the tokens that
             generation_config.json names if `tokenizer` is the folder of a model.
         ignore_end: continue after the end of a document.
+        keep_stop: a stop text's own tokens count, to the one with its end; the record's text is still without it.
         seed: another seed gives another text.
         logprobs: also return the log-probability of each token.
         tempered: those of the model at the temperature at which tokens are drawn, not at 1.
@@ -97,7 +98,8 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
                    seeds, list(range(len(ids))), stacked_adapters.chosen(state, len(ids), adapters))
     records: dict[int, Generated] = {}
     while queue.waiting:
-        records |= _Batch(decoding(run), params, queue, batch_size, ends).finish(sampling, words, strings, logprobs)
+        records |= _Batch(decoding(run), params, queue, batch_size, ends).finish(
+            sampling, words, strings, logprobs, keep_stop)
     return [records[number] for number in range(len(ids))]
 
 
@@ -163,8 +165,8 @@ class _Batch:
         self.fits = prompts.shape[1], bucket(int(self.limits.max()))
         self.state = programs.start(params, prompts, begins, self.fits[1], chosen)
 
-    def finish(self, sampling: Sampling, words: Tokenizer | None, strings: list[str],
-               logprobs: bool) -> dict[int, Generated]:
+    def finish(self, sampling: Sampling, words: Tokenizer | None, strings: list[str], logprobs: bool,
+               keep_stop: bool = False) -> dict[int, Generated]:
         """Generate until all rows are finished; return a record for each prompt by its number."""
         known, rows, step = self.programs.run.config.model.vocabulary, np.arange(len(self.limits)), 0
         records: dict[int, Generated] = {}
@@ -180,7 +182,7 @@ class _Batch:
             if words and strings:
                 for row, number in self.held.items():
                     if found := _before(strings, words, self.queue.ids[number],
-                                        seen["tokens"][row, :seen["count"][row]]):
+                                        seen["tokens"][row, :seen["count"][row]], keep_stop):
                         cut[row] = found
             done = seen["done"] | np.isin(rows, list(cut))
             for row in [row for row in self.held if done[row]]:
@@ -246,14 +248,20 @@ def text_of(words: Tokenizer, prompt: Sequence[int], tokens: Sequence[int] | np.
     return whole[len(begin):] if whole.startswith(begin) else words.decode([*map(int, tokens)])
 
 
-def _before(strings: list[str], words: Tokenizer, prompt: list[int], tokens: np.ndarray) -> tuple[str, int] | None:
-    """Return the text before the first of some strings, and how many tokens reach into it; None without one."""
+def _before(strings: list[str], words: Tokenizer, prompt: list[int], tokens: np.ndarray,
+            whole: bool) -> tuple[str, int] | None:
+    """Return the text before the first of some strings, and how many tokens reach into it; None without one.
+
+    `whole`: how many reach its end.
+    """
     text = text_of(words, prompt, tokens)
-    at = min((place for one in strings if (place := text.find(one)) >= 0), default=None)
-    if at is None:
+    found = min(((place, place + len(one) - 1 if whole else place) for one in strings
+                 if (place := text.find(one)) >= 0), default=None)
+    if found is None:
         return None
+    at, reached = found
     many = len(tokens)  # the fewest that give what is kept and more; parts of a character may look like several
-    while many and len(text_of(words, prompt, tokens[:many - 1])) > at:
+    while many and len(text_of(words, prompt, tokens[:many - 1])) > reached:
         many -= 1
     return text[:at], many
 
