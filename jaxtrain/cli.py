@@ -16,6 +16,7 @@ _ALONE = {  # what handles signals of a process of its own, before it imports th
 def main(argv: list[str] | None = None) -> int:
     """Run a command, or list them all; `python -m jaxtrain` is the same."""
     words = sys.argv[1:] if argv is None else argv
+    words = [word.replace("-", "_") if word.replace("-", "_") in COMMANDS else word for word in words[:1]] + words[1:]
     if status := chosen(words[:1]):
         return status
     if not words or words[0] not in COMMANDS:
@@ -40,7 +41,7 @@ def chosen(words: list[str] | None) -> None:
         groups = ["\n".join([f"{title}:", *(f"  {known:<19}{line}" for known, line in lines.items())])
                   for title, lines in GROUPS.items()]
         print("usage: jaxtrain COMMAND ...", "Train large language models in JAX on any device mesh.", *groups,
-              "`jaxtrain COMMAND --help` shows the flags of a command, and examples. Flags may be written with dashes.",
+              "`jaxtrain COMMAND --help` shows the flags of a command, and examples. Both may be written with dashes.",
               sep="\n\n")
     elif name in ("-V", "--version"):
         from jaxtrain.observe.versions import git_commit, version_of
