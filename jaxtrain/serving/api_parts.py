@@ -26,7 +26,7 @@ def adam_of(body: JsonMapping) -> Adam:
     """Return the settings of a step of the optimizer; refuse what is none."""
     if "optimizer_params" in body:
         raise UserError("optim_params", "this server has AdamW only", "give AdamParams")
-    given = body.get("adam_params") or {}
+    given = section(body, "adam_params")
     numbers = {name: given.get(name, default) for name, default in _ADAM.items()}
     for name, value in numbers.items():
         good = isinstance(value, int | float) and 0 <= value < (1 if name.startswith("beta") else 1e30)
@@ -36,10 +36,18 @@ def adam_of(body: JsonMapping) -> Adam:
     return Adam(**numbers)
 
 
+def section(body: JsonMapping, key: str) -> JsonMapping:
+    """Return an object of a request, which may be left out; refuse anything else."""
+    found = body.get(key)
+    if found is not None and not isinstance(found, dict):
+        raise UserError(key, f"{repr(found)[:50]} is not an object", "send what the package tinker 0.38 does")
+    return found or {}
+
+
 def check_optimizer(given: object) -> None:
     """Refuse an optimizer that is not there."""
     if isinstance(given, dict) and given.get("type", "adamw") != "adamw":
-        raise UserError("optimizer_config", f"this server has no {given['type']!r}", "use AdamW, the default")
+        raise UserError("optimizer_config", f"this server has no {repr(given['type'])[:50]}", "use AdamW, the default")
 
 
 def all_listed(saved: SavedAdapters, model: str) -> list[tuple[Place, JsonObject]]:

@@ -11,6 +11,7 @@ from jaxtrain.base.annotations import Json, JsonMapping
 from jaxtrain.errors import UserError
 from jaxtrain.hub.generate import Generated, generate
 from jaxtrain.serving import wire
+from jaxtrain.serving.api_parts import section
 from jaxtrain.serving.datums import Datum, checked
 from jaxtrain.train_step.state import Params
 
@@ -65,7 +66,7 @@ def request_of(body: JsonMapping, engine: "Engine", most: int) -> SampleRequest:
     if not 1 <= count <= most:
         raise UserError("num_samples", f"{count} is out of range", f"give 1 to {most} (--sample_batch), and more "
                         "requests")
-    params = body.get("sampling_params") or {}
+    params = section(body, "sampling_params")
     room, seed = engine.run.config.model.max_seq_len - len(prompt), _number(params, "seed", int, None)
     how = How(min(_number(params, "max_tokens", int, room), room), _number(params, "temperature", float, 1.0),
               max(_number(params, "top_k", int, -1), 0), _number(params, "top_p", float, 1.0),
@@ -86,7 +87,7 @@ def _number(body: JsonMapping, name: str, kind: type, default: Json) -> Json:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-        raise UserError(name, f"{value!r} is not a number", "send what the package tinker 0.38 does")
+        raise UserError(name, f"{repr(value)[:50]} is not a number", "send what the package tinker 0.38 does")
     return kind(value)
 
 
@@ -95,14 +96,17 @@ def _tokens(prompt: object, engine: "Engine") -> tuple[int, ...]:
     if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
         raise UserError("prompt", "it has no chunks", "send what the package tinker 0.38 does")
     if other := next((chunk for chunk in chunks if chunk.get("type", "encoded_text") != "encoded_text"), None):
-        raise UserError("prompt", f"it has a chunk of type {other.get('type')!r}", "give tokens of text")
-    tokens = [token for chunk in chunks for token in chunk.get("tokens", ())]
+        raise UserError("prompt", f"it has a chunk of type {repr(other.get('type'))[:50]}", "give tokens of text")
+    parts = [chunk.get("tokens", []) for chunk in chunks]
+    if not all(isinstance(part, list) for part in parts):
+        raise UserError("prompt", "the tokens of a chunk are no list", "send what the package tinker 0.38 does")
+    tokens = [token for part in parts for token in part]
     longest = engine.run.config.model.max_seq_len - 1
     if not 1 <= len(tokens) <= longest:
         raise UserError("prompt", f"it has {len(tokens):,} tokens", f"give 1 to {longest:,}, which leaves room for one "
                         "more")
     if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < engine.vocabulary]:
-        raise UserError("prompt", f"{wrong[0]!r} is not a token of the model, which has {engine.vocabulary:,}",
+        raise UserError("prompt", f"{repr(wrong[0])[:50]} is not a token of the model, which has {engine.vocabulary:,}",
                         "use the tokenizer of the model")
     return tuple(tokens)
 

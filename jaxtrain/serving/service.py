@@ -15,7 +15,17 @@ from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
 from jaxtrain.serving import wire
-from jaxtrain.serving.api_parts import adam_of, all_listed, call_of, check_optimizer, loaded, lora_of, stamp, whole
+from jaxtrain.serving.api_parts import (
+    adam_of,
+    all_listed,
+    call_of,
+    check_optimizer,
+    loaded,
+    lora_of,
+    section,
+    stamp,
+    whole,
+)
 from jaxtrain.serving.datums import checked
 from jaxtrain.serving.lora_engine import Adapters, Engine, targets_of
 from jaxtrain.serving.sampler import Sampler, SampleRequest, request_of, sampled
@@ -127,7 +137,7 @@ class Service:
     def create_model(self, owner: str, body: JsonObject, size: int = 0) -> JsonObject:
         """Make new adapters."""
         id, session = self._new_model(owner, body)
-        asked = body.get("lora_config") or {}
+        asked = section(body, "lora_config")
         rank, seed = asked.get("rank", 32), asked.get("seed")
         flags = {name: bool(asked.get(name, True)) for name in _TRAINED}
         seed = secrets.randbelow(2**31) if seed is None else seed
@@ -246,7 +256,7 @@ class Service:
         return {"rank": model.lora.rank, "alpha": model.lora.alpha, "targets": list(model.lora.targets),
                 "experts": model.lora.experts,
                 "steps": model.adapters.steps, "base": self.name, "trained": model.about,
-                "user_metadata": body.get("user_metadata") or {}}
+                "user_metadata": dict(section(body, "user_metadata"))}
 
     # ------------------------------------------------------------------------------------------------------- samplers
     def create_sampling_session(self, owner: str, body: JsonObject) -> JsonObject:

@@ -138,6 +138,50 @@ def test_requests_that_make_no_sense_are_refused(server, path, body, status, wor
     assert Client(server.url).begin()
 
 
+ODD = (None, True, -1, 2**70, 1e300, "", "\0", "x" * 300, [], [[]], {}, {"a": [1]}, [None], [{"tokens": 5}])
+
+
+def test_any_value_of_any_field_is_computed_or_refused(server, model, capsys):
+    """Nothing is a mistake of the server's."""
+    client = model.client
+    sampler = client.sampler(base_model=tiny_model.NAME)
+    session, path = client.session, "tinker://a/weights/b"
+    bodies = {
+        "create_session": {"tags": [], "user_metadata": {}}, "session_heartbeat": {"session_id": session},
+        "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 3, "model_path": path,
+                                    "base_model": tiny_model.NAME},
+        "create_model": {"session_id": session, "model_seq_id": 0, "base_model": "x", "lora_config": {"rank": 1},
+                         "optimizer_config": {"type": "adamw"}},
+        "get_info": {"model_id": model.id}, "weights_info": {"path": path}, "retrieve_future": {"request_id": "x"},
+        "cancel_future": {"request_id": "x"},
+        "optim_step": {"model_id": model.id, "seq_id": 1, "adam_params": {}},
+        "save_weights": {"model_id": model.id, "seq_id": 1, "path": "x", "overwrite": True, "user_metadata": {}},
+        "save_weights_for_sampler": {"model_id": model.id, "seq_id": 1, "path": None, "sampling_session_seq_id": 1},
+        "load_weights": {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True, "model_id": "x"},
+        "asample": {"sampling_session_id": sampler.id, "seq_id": 0, "num_samples": 1, "prompt_logprobs": False,
+                    "prompt": {"chunks": [{"tokens": [999]}]}, "sampling_params": {"max_tokens": 1, "stop": [2]},
+                    "topk_prompt_logprobs": 0, "prompt_logprobs_last_n": 1}}
+    nested = [("asample", key, {"sampling_params": {key: None}}) for key in ("max_tokens", "seed", "stop", "top_k")]
+    for name, key, body in [*((name, key, {}) for name, body in bodies.items() for key in body), *nested]:
+        for odd in ODD:
+            given = {**bodies[name], **({key: odd} if not body else {"sampling_params": {key: odd}})}
+            try:
+                client.send(name, given)
+            except Failed as refused:
+                assert refused.status in (400, 404, 410, 429), (name, key, odd, refused)
+    for number, odd in enumerate(ODD):  # what the calls in the queue read
+        for body in ({"adam_params": odd}, {"adam_params": {"beta1": odd}}, {"optimizer_params": odd}):
+            with pytest.raises(Failed) as failed:
+                client.wait(client.send("optim_step", model.next() | body))
+            assert "in the server" not in failed.value.sentence, (odd, failed.value)
+        for key in ("base_model", "lora_config", "optimizer_config"):
+            body = bodies["create_model"] | {"model_seq_id": 100 + number, key: odd}
+            with pytest.raises(Failed) as failed:
+                client.wait(client.send("create_model", body))
+            assert "in the server" not in failed.value.sentence, (key, odd, failed.value)
+    assert "error" not in capsys.readouterr().err
+
+
 def test_bytes_that_are_no_message_are_refused(server, model):
     for body in (b"\xff" * 9, wire.message_of("ForwardBackwardRequest")(model_id=model.id).SerializeToString()[:-2]):
         with pytest.raises(Failed, match=r"not a protobuf message|there is no model"):
