@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.commands import quantize
 from jaxtrain.errors import UserError
-from jaxtrain.hub.release import awq, awq_folder
+from jaxtrain.hub.release import awq, awq_folder, calibration
 from jaxtrain.hub.weights import safetensors_files
 from tests.hub.release.test_gguf import CONFIG, folder_of, shapes, small
 
@@ -104,3 +104,32 @@ def test_another_reader_unpacks_the_same_matrices(exported):
         parts = [torch.from_numpy(view(to, f"{layer}.{part}").copy()) for part in ("qweight", "qzeros", "scales")]
         found = unpacking.dequantize_gemm(*parts, 4, GROUP)
         np.testing.assert_allclose(found.float().numpy(), matrix(to, layer), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_transformers_reads_a_model_that_scales_change_less(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("gptqmodel")
+    folder = folder_of(tmp_path, "llama", uneven)
+    tokens = np.random.default_rng(1).integers(0, 96, (16, 32))
+
+    def logits(where):
+        how = {} if where == folder else {"quantization_config": transformers.AwqConfig(backend="torch_awq")}
+        model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float16, device_map="cpu", **how)
+        with torch.no_grad():
+            return model(torch.tensor(tokens)).logits.float().numpy()
+
+    want, moments = logits(folder), calibration.moments_of(folder, tokens)
+    awq_folder.write(folder, tmp_path / "awq", GROUP, moments)
+    awq_folder.write(folder, tmp_path / "plain", GROUP, {name: np.eye(len(one)) for name, one in moments.items()})
+    scaled, plain = (np.linalg.norm(logits(tmp_path / name) - want) / np.linalg.norm(want) for name in ("awq", "plain"))
+    print(f"logits apart: with scales {scaled:.4f}, without {plain:.4f}")
+    assert scaled < 0.9 * plain < 0.4
+
+
+def uneven(name, shape):
+    """Inputs of layers of very different sizes, by the norms."""
+    x = small(name, shape)
+    if "layernorm" not in name:
+        return x
+    return x * np.exp(np.random.default_rng(len(name)).standard_normal(shape)).astype(x.dtype)
