@@ -131,7 +131,7 @@ def drawn(draw: random.Random, by_kind: dict[str, list[str]]) -> str:
 
 @dataclass
 class Tally:
-    """What was encoded, how long it took, and what differed."""
+    """The counts of what was encoded, how long it took, and what differed."""
 
     bytes: int = 0
     documents: Counter = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""What the planner takes for the fastest way to train each size on a card, for tools/device/accelerator.py.
+"""Plan the fastest way to train each size on a card, for tools/device/accelerator.py.
 
     python -m tools.device.accelerator_plans --results=results/h200.jsonl --target=h200
 
