@@ -111,18 +111,17 @@ def fast_encoder(described: JsonMapping, reference: Reference) -> FastEncoder | 
 
 
 def characters() -> tuple[np.ndarray, list[str]]:
-    """Return which characters are in blocks that Python's Unicode knows nothing of, by code; and those to try.
+    """Return which characters nothing is known of, by code; and those to try.
 
-    Of large blocks only the first and last few are tried.
+    Of large blocks only the first and last few are tried: they stand for those that are assigned.
     """
     points = np.arange(0x110000)
     assigned = np.array([unicodedata.category(chr(point)) != "Cn" for point in range(0x110000)])
-    unknown = ~np.repeat(assigned.reshape(-1, _BLOCK).any(1), _BLOCK)
-    inside = unknown.copy()
+    inside = ~np.repeat(assigned.reshape(-1, _BLOCK).any(1), _BLOCK)
     for first, last in _LARGE:
         inside[first + _FEW:last + 1 - _FEW] = True
     inside[0xD800:0xE000] = True  # halves of characters, which text cannot have
-    return unknown, [chr(point) for point in points[~inside].tolist()]
+    return inside & ~assigned, [chr(point) for point in points[~inside].tolist()]
 
 
 def is_suited(described: JsonMapping) -> bool:

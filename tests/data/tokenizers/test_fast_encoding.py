@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import unicodedata
 
 import numpy as np
 import pytest
@@ -66,6 +67,16 @@ def test_texts_with_characters_that_are_not_surely_known_go_to_the_library(few, 
     for found, wanted in zip(fast.encode(texts), tokenizer._ids(texts), strict=True):
         np.testing.assert_array_equal(found, wanted)
     assert engine.texts == ["plain", "\u0378", ""], "U+0378 is not assigned, and was tried"
+
+
+def test_every_character_is_tried_or_left_or_stands_in_a_large_block():
+    """DeepSeek's split had other ids for U+2CEA9, which is between two blocks of ideographs that are tried at the ends."""
+    unknown, known = fast_encoding.characters()
+    tried = np.zeros(0x110000, bool)
+    tried[[ord(one) for one in known]] = True
+    assigned = np.array([unicodedata.category(chr(point)) != "Cn" for point in range(0x110000)])
+    assert unknown[0x2CEA9] and not tried[0x2CEA9] and tried[0x378]
+    assert (tried | unknown | assigned).all() and not (unknown & (tried | assigned)).any()
 
 
 def test_an_engine_with_other_ids_is_refused(few, tokenizer):
