@@ -70,7 +70,7 @@ def test_texts_with_characters_that_are_not_surely_known_go_to_the_library(few, 
 
 
 def test_every_character_is_tried_or_left_or_stands_in_a_large_block():
-    """DeepSeek's split had other ids for U+2CEA9, between two blocks of ideographs, of which only the ends are tried."""
+    """DeepSeek's split had other ids for U+2CEA9, between blocks of which only the ends are tried."""
     unknown, known = fast_encoding.characters()
     tried = np.zeros(0x110000, bool)
     tried[[ord(one) for one in known]] = True
