@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.bench import records
-from tools.device import accelerator, accelerator_blocks, accelerator_truth
+from tools.device import accelerator, accelerator_blocks, accelerator_plans, accelerator_truth
 
 ROOT = Path(__file__).parents[1]
 # The same program with blocks that misbehave; each is run by this script again, as a child.
@@ -96,9 +96,10 @@ def test_rehearsal(tmp_path):
     assert statuses(results) == {name: "done" for name in accelerator_blocks.BLOCKS}
     lines = records.read(results)
     assert {line["label"] for line in lines if line["what"] == "figures"} == {
-        "alive", "truth", "kernels", "parts", "calibrate"}
+        "alive", "truth", "kernels", "tokamax", "parts", "calibrate"}
     runs = [line for line in lines if line["what"] in ("run", "compare")]
-    assert {line["label"] for line in runs} >= {"124M", "experts", "fp8", "beside", "remat", "memory", "flags"}
+    assert {line["label"] for line in runs} >= {"124M", "1B", "8B", "experts", "fp8", "beside", "causal", "remat",
+                                               "memory", "flags"}
     assert all("failed" not in line for line in runs)
     assert sum("profile" in line for line in runs) >= 3
     assert all(line["rehearsal"] and (line["what"] != "run" or line["name"].startswith("toy ")) for line in lines)
@@ -109,9 +110,37 @@ def test_rehearsal(tmp_path):
 
 def test_blocks_are_chosen_in_their_order_and_misspelt_ones_refused(capsys):
     assert [block.name for block in accelerator.chosen("truth, alive")] == ["alive", "truth"]
-    assert [block.name for block in accelerator.chosen("")][:4] == ["alive", "truth", "kernels", "124M"]
     assert accelerator.main(["--blocks=truht"]) == 2
     assert "did you mean 'truth'?" in capsys.readouterr().err
+
+
+def test_the_first_ten_minutes_are_for_whole_steps_and_for_what_others_reach():
+    """Whole steps with our attention, 8B in 8 bits, PyTorch beside, tokamax beside: a lent card may be gone then."""
+    first = accelerator.chosen("")[:6]
+    assert [block.name for block in first] == ["124M", "1B", "8B", "fp8", "beside", "tokamax"]
+    assert sum(block.seconds for block in first) <= 600 and all(block.timed for block in first)
+    asked = []
+
+    class Asked(accelerator_blocks.Session):
+        def bench(self, name, size, keys, *flags, **how):
+            asked.append((self.block, size, keys.get("train.precision"), *flags))
+            return {}
+
+    for block in first[:5]:
+        session = Asked(Path("unused.jsonl"), block.name, False, {"device": "NVIDIA H200"})
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(accelerator_plans, "best", lambda *_: [{}])
+            block.run(session)
+    assert asked == [("124M", "124M", None, "--profile"), ("1B", "1B", None, "--profile"),
+                     ("8B", "8B", None, "--profile"), ("fp8", "8B", "fp8", "--profile"),
+                     ("beside", "124M", None, "--compare=torch.compile"),
+                     ("beside", "1B", None, "--compare=torch.compile")]
+
+
+def test_what_was_planned_before_there_is_a_card_is_what_is_measured(tmp_path):
+    session = accelerator_blocks.Session(tmp_path / "results.jsonl", "8B", False, {"device": "NVIDIA H200"})
+    (tmp_path / "results.8B.h200.json").write_text('[{"data.global_batch_size": 3}]')
+    assert accelerator_plans.best(session, "8B") == [{"data.global_batch_size": 3}]
 
 
 @pytest.mark.slow
@@ -142,7 +171,7 @@ def test_the_next_best_is_tried_where_memory_runs_out(answers, tried, failures, 
     calls, about = [], {"commit": "c" * 40, "device": "NVIDIA H100 80GB HBM3", "devices": 1}
     monkeypatch.setattr(accelerator_blocks.sweep, "measured", measured)
     session = accelerator_blocks.Session(tmp_path / "results.jsonl", "speed", False, about)
-    kept = tmp_path / "results.1B.NVIDIA-H100-80GB-HBM3.json"
+    kept = tmp_path / "results.1B.h100.json"
     kept.write_text(json.dumps([{"data.global_batch_size": rows} for rows in (16, 8, 4)]))
     accelerator_blocks.at_best(session, "1B", steps=5)
     assert len(calls) == tried and len(session.failures) == failures

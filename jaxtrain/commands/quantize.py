@@ -3,11 +3,13 @@
     jaxtrain quantize MODEL --output=model.gguf --format=q8_0
     jaxtrain quantize MODEL --output=FOLDER --format=int4
     jaxtrain quantize MODEL --output=FOLDER --format=int4 --calibrate=texts.txt
+    jaxtrain quantize MODEL --output=FOLDER --format=awq --calibrate=texts.txt
 
 A model is a folder in Hugging Face's format, hf:ORG/NAME on the Hugging Face Hub, or WORKDIR[@STEP] of a run, which is
 exported first. f32, f16, bf16 and q8_0 are GGUF, which llama.cpp reads; int4 is a folder in the format of
 compressed-tensors, which transformers, vLLM and SGLang read. With --calibrate, weights are rounded by GPTQ, so that
-what layers make of this text changes least; without, to the nearest.
+what layers make of this text changes least; without, to the nearest. awq is a folder in AWQ's own format, for servers
+that have kernels for it: inputs are scaled by what they are in this text before weights are rounded.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from jaxtrain.hub.merge import published_folder
 from jaxtrain.hub.release.gguf_file import KINDS
 from jaxtrain.pages.plain_text import in_bytes
 
-INT4 = "int4"
+INT4, AWQ = FOLDERS = "int4", "awq"
 
 
 @command()
@@ -32,23 +34,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("source", metavar="MODEL", help="a folder in Hugging Face's format, hf:ORG/NAME on the Hugging "
                         "Face Hub, or WORKDIR[@STEP]")
     parser.add_argument("--output", dest="to", required=True, metavar="PATH",
-                        help="a new file for GGUF, a new folder for int4")
+                        help="a new file for GGUF, a new folder for int4 and awq")
     add_overwrite(parser, "an earlier model there")
-    parser.add_argument("--format", required=True, choices=(*KINDS, INT4), help="format of the weights")
-    parser.add_argument("--group", type=int, help="int4: inputs of a layer that share a scale; default: 128")
-    parser.add_argument("--calibrate", metavar="FILE", help="int4: text to round by (GPTQ)")
-    parser.add_argument("--rows", type=int, help="int4: rows of text to read; default: 64")
-    parser.add_argument("--row_tokens", type=int, help="int4: tokens of a row; default: 512")
+    parser.add_argument("--format", required=True, choices=(*KINDS, *FOLDERS), help="format of the weights")
+    parser.add_argument("--group", type=int, help="int4, awq: inputs of a layer that share a scale; default: 128")
+    parser.add_argument("--calibrate", metavar="FILE", help="int4, awq: text to round by (int4: by GPTQ)")
+    parser.add_argument("--rows", type=int, help="int4, awq: rows of text to read; default: 64")
+    parser.add_argument("--row_tokens", type=int, help="int4, awq: tokens of a row; default: 512")
     flags = parser.parse_args(argv)
     _check(flags)
     to = Path(flags.to)
     with contextlib.ExitStack() as opened:
         folder = published_folder(flags.source, to, opened)
-        if flags.format == INT4:
-            from jaxtrain.hub.release import int4_folder
+        if flags.format in FOLDERS:
+            from jaxtrain.hub.release import awq_folder, int4_folder
 
             moments = _moments(folder, Path(flags.calibrate), flags) if flags.calibrate else None
-            record = int4_folder.write(folder, to, flags.group or 128, moments, overwrite=flags.overwrite)
+            if flags.format == AWQ and moments is not None:
+                record = awq_folder.write(folder, to, flags.group or 128, moments, overwrite=flags.overwrite)
+            else:
+                record = int4_folder.write(folder, to, flags.group or 128, moments, overwrite=flags.overwrite)
             say(f"{to} has {flags.source} in 4 bits, rounded {_HOW[record['rounding']]}")
             return
         from jaxtrain.hub.release import gguf_file
@@ -58,23 +63,26 @@ def main(argv: list[str] | None = None) -> None:
         say(f"{to} has {flags.source} in {flags.format}, {in_bytes(size)}")
 
 
-_HOW = {"nearest": "to the nearest", "gptq": "by GPTQ"}
+_HOW = {"nearest": "to the nearest", "gptq": "by GPTQ", "awq": "by AWQ"}
 
 
 def _check(flags: argparse.Namespace) -> None:
     """Refuse flags that do not go together, and files that are there."""
     for name in ("group", "calibrate", "rows", "row_tokens"):
-        if getattr(flags, name) is not None and flags.format != INT4:
-            raise UserError(f"--{name}", "it is read with --format=int4 only", "leave it out")
+        if getattr(flags, name) is not None and flags.format not in FOLDERS:
+            raise UserError(f"--{name}", "it is read with --format=int4 and awq only", "leave it out")
         if name in ("rows", "row_tokens") and getattr(flags, name) is not None and not flags.calibrate:
             raise UserError(f"--{name}", "it is read with --calibrate only", "leave it out")
         if name != "calibrate" and getattr(flags, name) is not None and getattr(flags, name) < 1:
             raise UserError(f"--{name}", f"{getattr(flags, name)} is not a number of them", "give 1 or more")
     if flags.group is not None and flags.group % 8:
         raise UserError("--group", f"{flags.group} is no multiple of 8", "give 32, 64 or 128")
-    if flags.format != INT4 and Path(flags.to).exists() and not flags.overwrite:
+    if flags.format == AWQ and not flags.calibrate:
+        raise UserError("--calibrate", "awq scales inputs by what they are in a text",
+                        "name a file of text, or use int4")
+    if flags.format not in FOLDERS and Path(flags.to).exists() and not flags.overwrite:
         raise UserError("--output", f"{flags.to} is there already", "name another file, or add --overwrite")
-    if flags.format == INT4:
+    if flags.format in FOLDERS:
         export.check_is_new(Path(flags.to), flags.overwrite)
 
 

@@ -9,8 +9,10 @@ from jaxtrain.data.tokenizers.vocabulary import ENDS
 from jaxtrain.errors import UserError, install_extra
 
 EOD = ENDS[0]
-# Words with the space before them, punctuation, space: GPT-2's split of text, except that digits stand alone.
-PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Short forms, words with the character before them, single digits, punctuation, lines, space: the split that Qwen2 has
+# too (https://github.com/QwenLM/Qwen), which faster engines know.
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+           r"\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 def train(texts: Iterator[str], vocab_size: int, specials: Sequence[str] = ()) -> str:

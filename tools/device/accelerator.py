@@ -4,14 +4,17 @@
     python tools/device/accelerator.py --rehearse
 
 Each block is a process of its own with a time limit, so that one which hangs or crashes costs only itself. Those that
-check numbers and time nothing share the device and run side by side, first. Results are appended to one file as they
-come; what has a result there at this commit on this device is skipped, so that several half hours add up. `--rehearse`
-runs every block with toy sizes on any device. For a machine without a package index see accelerator_wheels.sh.
-JAXTRAIN_COMMIT says which commit a copy is. Exit status 0: all blocks that were asked for have a result; 1: not all.
+check numbers and time nothing share the device and run side by side. The first ten minutes are for whole steps, and for
+PyTorch and tokamax beside them; accelerator_plans.py plans those before there is a card. Results are appended to one
+file as they come; what has a result there at this commit on this device is skipped, so that several half hours add up.
+`--rehearse` runs every block with toy sizes on any device. For a machine without a package index see
+accelerator_wheels.sh. JAXTRAIN_COMMIT says which commit a copy is. Exit status 0: all blocks that were asked for have a
+result; 1: not all.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -70,10 +73,11 @@ def main(argv: list[str] | None) -> None:
         for block in [block for block in blocks if done(results, block.name, here)]:
             say(f"{block.name}: has a result at this commit")
             blocks.remove(block)
-    checks = [block for block in blocks if not block.timed]
-    with ThreadPoolExecutor(1 if flags.rehearse else max(1, len(checks))) as pool:
-        missing += list(pool.map(partial(measure, shared=len(checks) > 1), checks)).count(False)
-    missing += [measure(block) for block in blocks if block.timed].count(False)
+    for timed, these in itertools.groupby(blocks, lambda block: block.timed):
+        together = list(these)
+        with ThreadPoolExecutor(1 if timed or flags.rehearse else len(together)) as pool:
+            shared = not timed and len(together) > 1
+            missing += list(pool.map(partial(measure, shared=shared), together)).count(False)
     mine = [line for line in records.read(results) if same(line, here)] if results.exists() else []
     for (what, label), lines in tables.grouped(mine).items():
         print(f"\n### {label}: {what}\n\n{tables.TABLES[what](lines)}", end="")

@@ -4,10 +4,10 @@ A block runs in a process of its own. It measures by `session.bench`, which star
 computes by itself and records `session.figures`; never both, since a process that has used a GPU keeps its memory.
 """
 
+import importlib.util
 import json
 import multiprocessing
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -21,12 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.bench import records, sweep, tables
+from tools.device import accelerator_plans
+from tools.device.accelerator_plans import CONFIGS, ONE, ROOT, check
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = {"124M": "configs/gpt.py:124m", "1B": "configs/llama3_1b.py", "8B": "configs/llama3_8b.py",
-           "Qwen3-30B": "configs/qwen3_30b_a3b.py", "Mixtral": "configs/mixtral_8x7b.py"}
 TOY = {name: config.replace(":124m", "").replace(".py", ".py:tiny") for name, config in CONFIGS.items()}
-ONE = {"mesh.data": 1, "mesh.fsdp": 1, "train.accumulation": 1, "optimizer.warmup_steps": 0}
 SIZES = ("model.num_layers", "data.global_batch_size", "data.seq_len", "train.accumulation")  # not of toys
 GOALS = {"124M": 0.43, "1B": 0.52, "8B": 0.60}  # causal MFU on an H100 or H200
 
@@ -53,6 +51,8 @@ class Session:
         if self.rehearse:
             built(config, every)
             every = {key: value for key, value in every.items() if key not in SIZES}
+            if "train.remat" in every:  # policies by number of layers, of which a toy has fewer: the last, for the rest
+                every["train.remat"] = every["train.remat"].rpartition(",")[2]
             config, steps = TOY[size], 2
             kind = flags, bool(environment)
             if kind in self.rehearsed:  # one of a kind is enough to see that it runs
@@ -192,15 +192,28 @@ def experts(session: Session) -> None:
         session.bench(said(keys), size, keys, "--profile", steps=10)
 
 
-def beside(session: Session) -> None:
-    """Two sizes beside PyTorch, in batches with which both fit."""
+def beside(session: Session, other: str) -> None:
+    """Two sizes beside a program of PyTorch, in batches with which both fit; one program at a time, since each has a
+    model and an optimizer of its own.
+    """
     # The twin alone has 20 GB of state at 1B, and its compiled step keeps more than ours.
     large = "H200" in session.about["device"]
+    other = other if not session.rehearse else "torch" if installed("torch") else "step"
     for size, rows, length in (("124M", 32, 1024), ("1B", 2 if large else 1, 4096)):
         keys = {"data.global_batch_size": rows, "data.seq_len": length, "train.remat": "none", "train.unroll": 0}
-        others = ["torch.compile", "torch.causal"] if not session.rehearse else ["torch" if has_torch() else "step"]
-        for other in others:  # one at a time: each has a model and an optimizer of its own
-            session.bench(f"beside {other} {said(keys)}", size, keys, f"--compare={other}", steps=40)
+        session.bench(f"beside {other} {said(keys)}", size, keys, f"--compare={other}", steps=40)
+
+
+def tokamax(session: Session) -> None:
+    """Attention and grouped matmuls alone, beside those of tokamax."""
+    from tools.device import accelerator_tokamax
+
+    if session.rehearse and not installed("tokamax"):
+        session.figures("tokamax", failed="not installed here")
+        return
+    for name, found in accelerator_tokamax.measured(few=session.rehearse):
+        session.figures(name, **found)
+        session.failures += [name] * (name.startswith("ours") and "failed" in found)
 
 
 def parts(session: Session) -> None:
@@ -244,7 +257,7 @@ def calibrate(session: Session) -> None:
 
 def flags(session: Session) -> None:
     """Flags of XLA for GPUs that published recipes use, one at a time; then all that gained more than 1 %."""
-    keys = best(session, "1B")[0]
+    keys = accelerator_plans.best(session, "1B")[0]
     usual = session.bench("as it is", "1B", keys, steps=10)
     gained = []
     if session.rehearse:  # does XLA know all of them?
@@ -262,80 +275,27 @@ FLAGS = ("--xla_disable_hlo_passes=rematerialization", "--xla_gpu_enable_triton_
          "--xla_gpu_cudnn_gemm_fusion_level=2", "--xla_gpu_enable_command_buffer=",
          "--xla_gpu_memory_limit_slop_factor=115", "--xla_gpu_exhaustive_tiling_search=true")  # the slowest last
 BLOCKS = {block.name: block for block in (
+    # The first ten minutes: whole steps with our kernels, 8 bits, and what others reach.
+    *(Block(size, partial(speed, size=size, steps=steps), seconds)
+      for size, steps, seconds in (("124M", 50, 80), ("1B", 20, 80), ("8B", 8, 110))),
+    Block("fp8", fp8, 90), Block("beside", partial(beside, other="torch.compile"), 180), Block("tokamax", tokamax, 60),
     Block("alive", alive, 180, timed=False), Block("truth", truth, 300, timed=False),
     Block("kernels", kernels, 300, timed=False),
-    *(Block(size, partial(speed, size=size, steps=steps), 200)
-      for size, steps in (("124M", 50), ("1B", 20), ("8B", 8))),
-    Block("fp8", fp8, 200), Block("beside", beside, 400), Block("parts", parts, 200), Block("experts", experts, 240),
-    Block("calibrate", calibrate, 200), Block("remat", remat, 300), Block("memory", memory, 400),
-    Block("flags", flags, 600))}
+    Block("causal", partial(beside, other="torch.causal"), 200), Block("parts", parts, 200),
+    Block("experts", experts, 240), Block("calibrate", calibrate, 200), Block("remat", remat, 300),
+    Block("memory", memory, 400), Block("flags", flags, 600))}
 
 
 # -------------------------------------------------------------------------------------------------------- what they use
 def at_best(session: Session, size: str, *flags: str, steps: int, **more: Any) -> records.Record:
     """Measure a size at the planner's best, or the next best where that runs out of memory after all."""
     record: records.Record = {}
-    for keys in best(session, size):
+    for keys in accelerator_plans.best(session, size):
         keys = {**keys, **more}
         record = session.bench(said(keys), size, keys, *flags, steps=steps)
         if not record.get("failed", "").startswith("out of memory"):
             break
     return record
-
-
-def best(session: Session, size: str) -> list[dict[str, Any]]:
-    """The keys that the planner predicts to be fastest on this card, or those in a file beside the results, which may
-    come from another machine.
-    """
-    device = re.sub(r"\W+", "-", session.about["device"])
-    kept = session.results.with_suffix(f".{size}.{device}.json")
-    if not kept.exists():
-        asked = subprocess.run([sys.executable, "-c", _PLAN, size, device_name(session)], cwd=ROOT,
-                               env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-        check(asked.returncode == 0, f"the planner failed: {records.reason(asked.stderr)}")
-        kept.write_text(asked.stdout.splitlines()[-1])
-    return json.loads(kept.read_text())
-
-
-_PLAN = "import json, sys; from tools.device.accelerator_blocks import plan; print(json.dumps(plan(*sys.argv[1:])))"
-
-
-def plan(size: str, target: str) -> list[dict[str, Any]]:
-    """Return, without using a device, the fastest of several batches and, where Adam does not fit, optimizers.
-
-    Some memory is left over: what a prediction may be short of, and what is lost between arrays.
-    """
-    import jaxtrain as jt
-    from jaxtrain.plan import search, targets
-
-    length = {} if size == "124M" else {"data.seq_len": 4096}
-    found = []
-    small = {"optimizer.moment_dtype": "bfloat16"}  # where the state takes most of the memory, it may be the faster one
-    for optimizer in ({}, *[small] * (size == "8B"), {"optimizer.name": "adafactor"}):
-        if found and "optimizer.name" in optimizer:
-            break
-        for rows in {"124M": (32, 64), "1B": (4, 8, 16), "8B": (2, 4, 8, 16)}[size]:
-            keys = {"data.global_batch_size": rows, **length, **optimizer}
-            config = jt.load_config(CONFIGS[size], {**ONE, **keys})
-            found += [(choice.estimate.tokens_per_second, {**keys, **choice.overrides})
-                      for choice in search.search(config, targets.TARGETS[target], 1).fitting
-                      if not choice.overrides.get("optimizer.offload")  # slow while it is fetched every step
-                      and choice.estimate.bytes < 0.93 * choice.estimate.target.room]
-    check(bool(found), f"nothing of {CONFIGS[size]} fits {target}")
-    return [{key: value for key, value in keys.items() if not key.startswith(("mesh.", "pipeline."))}
-            for _, keys in sorted(found, key=lambda one: -one[0])[:3]]
-
-
-def device_name(session: Session) -> str:
-    """Return the planner's target that this card is. A rehearsal plans for an H100."""
-    if session.rehearse:
-        return "h100"
-    from jaxtrain.plan import targets
-
-    names = [name for name, target in targets.TARGETS.items()
-             if re.fullmatch(target.device_kind, session.about["device"])]
-    check(bool(names), f"the planner does not know {session.about['device']}")
-    return names[0]
 
 
 def built(config: str, keys: dict[str, Any]) -> None:
@@ -367,16 +327,8 @@ def said(keys: dict[str, Any]) -> str:
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in keys.items())
 
 
-def has_torch() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("torch") is not None
-
-
-def check(right: bool, why: str) -> None:
-    """Fail the block in one line."""
-    if not right:
-        raise SystemExit(why)
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def timed(call: Callable[[], Any], repeats: int = 10) -> Iterator[float]:

@@ -3,12 +3,12 @@
 It is used if it is installed (the extra `fast-tokenizer`), behind two gates: a sample of many scripts when it is made,
 and then the first documents that it encodes. Where the sample differs, or gigatoken does not know how the tokenizer
 splits text, the `tokenizers` library does all of the work, and a sentence says so. Both know Unicode, of different
-years: texts with characters that one of them may take for a letter and the other not are left to `tokenizers`.
+years: texts with characters that one of them takes for a letter and the other not are left to `tokenizers`, and so are
+those with characters of blocks that were empty when Python's Unicode was written.
 """
 
 import json
 import random
-import re
 import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,6 +37,7 @@ _SPACES = (" ", " ", " ", "", "  ", "\n", "\n\n", "\t", "\r\n", "\x85", "\xa0", 
 _LARGE = ((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0xD800, 0xDFFF), (0xE000, 0xF8FF), (0x17000, 0x18CD5),
           (0x20000, 0x2A6DF), (0x2A700, 0x2EBE0), (0x30000, 0x3134A), (0xF0000, 0x10FFFD))
 _FEW = 4
+_BLOCK = 128  # characters: Unicode adds single ones to blocks that it has
 _ENDINGS = ("'s", "'ll", "'RE", "\u2019s", "'\u017f", "!?", "...", "\\", "\0", "</p>", "://", "e\u0301", "\u212b")
 
 
@@ -48,32 +49,41 @@ class FastEncoder:
         model = {**described, "post_processor": None, "truncation": None, "padding": None, "added_tokens": [
             token for token in described.get("added_tokens") or () if not token["special"]]}  # text is only text
         self._make = lambda: make(json.dumps(model))
-        self._reference, self._engine, self._bytes = reference, self._make(), 0
-        unknown, known = characters()
+        self._reference, self._engine, self._bytes, self._made_at = reference, self._make(), 0, 0
+        self._unsure, known = characters()
         around = [f"a{one}-v {one}A1{one}\n" for one in known]
         differ = [one for one, equal in zip(known, self._equal(around), strict=True) if not equal]
         if len(differ) > len(known) // 100 or any(map(str.isascii, differ)):
             raise ValueError("it gives other ids")
-        self._unsure = re.compile(f"[{unknown}{re.escape(''.join(differ))}]")
+        self._unsure[[ord(one) for one in differ]] = True
         texts = sample([token["content"] for token in described.get("added_tokens") or ()])
-        if not all(equal or self._unsure.search(text) for text, equal in zip(texts, self._equal(texts), strict=True)):
+        if any(is_sure and not equal for is_sure, equal in zip(self.sure(texts), self._equal(texts), strict=True)):
             raise ValueError("it gives other ids")
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of texts; raises UserError if those of the first ones are not the reference's."""
-        sure = [text.isascii() or not self._unsure.search(text) for text in texts]
-        if self._bytes > _RENEWED:
-            self._engine, self._bytes = self._make(), 0
+        sure = self.sure(texts)
         mine = [text for text, is_sure in zip(texts, sure, strict=True) if is_sure]
         ids = self._ids(mine, parallel=threads() > 1)
         for text, found in zip(mine, ids, strict=True):
             if self._bytes < _COMPARED and not np.array_equal(self._reference([text])[0], found):
                 raise UserError("data.tokenizer", f"{PACKAGE} gives other ids than tokenizers for {text[:40]!r}",
                                 f"uninstall it (pip uninstall {PACKAGE}), and begin anew")
-            self._bytes += len(text)
+            self.count(len(text))
         rest = [text for text, is_sure in zip(texts, sure, strict=True) if not is_sure]
         found, others = iter(ids), iter(self._reference(rest) if rest else ())
         return [next(found if is_sure else others) for is_sure in sure]
+
+    def sure(self, texts: Sequence[str]) -> list[bool]:
+        """Return whether the ids of each text can be left to the engine."""
+        return [text.isascii() or not self._unsure[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any()
+                for text in texts]
+
+    def count(self, characters: int) -> None:
+        """Count what was encoded, after so much of which the engine is made anew."""
+        self._bytes += characters
+        if self._bytes - self._made_at > _RENEWED:
+            self._engine, self._made_at = self._make(), self._bytes
 
     def _equal(self, texts: Sequence[str]) -> list[bool]:
         return [np.array_equal(*pair) for pair in zip(self._reference(texts), self._ids(texts), strict=True)]
@@ -100,20 +110,18 @@ def fast_encoder(described: JsonMapping, reference: Reference) -> FastEncoder | 
     return None
 
 
-def characters() -> tuple[str, list[str]]:
-    """Return the ranges of characters that Python's Unicode does not know, for a regular expression; and those to try.
+def characters() -> tuple[np.ndarray, list[str]]:
+    """Return which characters nothing is known of, by code; and those to try.
 
-    Of large blocks only the first and last few are tried.
+    Of large blocks only the first and last few are tried: they stand for those that are assigned.
     """
     points = np.arange(0x110000)
     assigned = np.array([unicodedata.category(chr(point)) != "Cn" for point in range(0x110000)])
-    edges = np.flatnonzero(np.diff(np.concatenate([[True], assigned, [True]]).astype(np.int8)))
-    ranges = "".join(f"\\U{first:08x}-\\U{end - 1:08x}" for first, end in edges.reshape(-1, 2).tolist())
-    inside = np.zeros_like(assigned)
+    inside = ~np.repeat(assigned.reshape(-1, _BLOCK).any(1), _BLOCK)
     for first, last in _LARGE:
         inside[first + _FEW:last + 1 - _FEW] = True
     inside[0xD800:0xE000] = True  # halves of characters, which text cannot have
-    return ranges, [chr(point) for point in points[assigned & ~inside].tolist()]
+    return inside & ~assigned, [chr(point) for point in points[~inside].tolist()]
 
 
 def is_suited(described: JsonMapping) -> bool:

@@ -7,7 +7,7 @@ are.
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -41,17 +41,12 @@ def write(folder: Path, to: Path, group: int = 128, moments: Mapping[str, np.nda
     """
     export.check_is_new(to, overwrite)
     tensors = safetensors_files.tensors_of(folder)
-    narrow = [name for name, tensor in tensors.items() if _LINEAR.fullmatch(name) and len(tensor.shape) == 2]
-    if not narrow:
-        raise UserError("--format", f"{folder} has no linear layers named as Llama's are", "export it as it is")
-    if wrong := [name for name in narrow if tensors[name].shape[1] % group]:
-        raise UserError("--group", f"{wrong[0]} has {tensors[wrong[0]].shape[1]} inputs, no multiple of {group}",
-                        "give a divisor, such as 32")
+    narrow = narrow_layers(folder, tensors, group)
     shapes: dict[str, tuple[int, ...]] = {}
     kinds: dict[str, np.dtype] = {}
     for name, tensor in tensors.items():
         if name not in narrow:
-            shapes[name], kinds[name] = tensor.shape, np.dtype(DTYPES[tensor.dtype])
+            shapes[name], kinds[name] = tensor.shape, dtype_of(tensor)
             continue
         out, inputs = tensor.shape
         for part, shape, kind in (("packed", (out, inputs // WORDS), np.int32),
@@ -72,6 +67,30 @@ def write(folder: Path, to: Path, group: int = 128, moments: Mapping[str, np.nda
 
     record = {"source": folder.resolve().name, "format": "int4", "group": group,
               "rounding": "nearest" if moments is None else "gptq"}
+    save(folder, to, shapes, kinds, computed, _described(group), record, file_bytes, overwrite)
+    return record
+
+
+def narrow_layers(folder: Path, tensors: Mapping[str, safetensors_files.Tensor], group: int) -> set[str]:
+    """Return the names of the linear layers of a model."""
+    narrow = [name for name, tensor in tensors.items() if _LINEAR.fullmatch(name) and len(tensor.shape) == 2]
+    if not narrow:
+        raise UserError("--format", f"{folder} has no linear layers named as Llama's are", "export it as it is")
+    if wrong := [name for name in narrow if tensors[name].shape[1] % group]:
+        raise UserError("--group", f"{wrong[0]} has {tensors[wrong[0]].shape[1]} inputs, no multiple of {group}",
+                        "give a divisor, such as 32")
+    return set(narrow)
+
+
+def dtype_of(tensor: safetensors_files.Tensor) -> np.dtype:
+    """Return the dtype of a tensor that stays as it is."""
+    return np.dtype(DTYPES[tensor.dtype])
+
+
+def save(folder: Path, to: Path, shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, np.dtype],
+         computed: Callable[[str], np.ndarray], described: JsonObject, record: JsonObject,
+         file_bytes: int = 4 * 10**9, overwrite: bool = False) -> None:
+    """Write tensors beside the small files of a model, whose config.json is told how they are `described`."""
     partial = to.with_name(f"{to.name}.partial")
     with export.nothing_left(partial):
         export.make_folder(partial)
@@ -79,9 +98,8 @@ def write(folder: Path, to: Path, group: int = 128, moments: Mapping[str, np.nda
         for path in published_files.small_files(folder):
             shutil.copyfile(path, partial / path.name)
         config = bounded_files.user_json(folder / FILE, dict, f"{folder}", "download it again") or {}
-        atomic_files.write_json(partial / FILE, config | {"quantization_config": _described(group)})
+        atomic_files.write_json(partial / FILE, config | {"quantization_config": described})
         export.finish(partial, to, record, overwrite)
-    return record
 
 
 def packed(numbers: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import unicodedata
 
 import numpy as np
 import pytest
@@ -49,9 +50,9 @@ class Engine:
 
 @pytest.fixture
 def few(monkeypatch):
-    """Try few characters, of which there are 55,000."""
+    """Try few characters, of which there are 40,000."""
     unknown, known = fast_encoding.characters()
-    monkeypatch.setattr(fast_encoding, "characters", lambda: (unknown, known[:800]))
+    monkeypatch.setattr(fast_encoding, "characters", lambda: (unknown, known[:900]))
 
 
 def encoder(tokenizer, engine):
@@ -62,10 +63,20 @@ def test_texts_with_characters_that_are_not_surely_known_go_to_the_library(few, 
     engine = Engine(tokenizer, "\u0250")  # one letter that it takes for another kind
     fast = encoder(tokenizer, engine)
     engine.texts.clear()
-    texts = [TEXT.replace("\u0c5c", "\U000e0fff"), "plain", "\u0250", ""]  # U+E0FFF is not assigned
+    texts = [TEXT.replace("\u0c5c", "\U000e0fff"), "plain", "\u0250", "\u0378", ""]  # U+E0FFF is far from any known
     for found, wanted in zip(fast.encode(texts), tokenizer._ids(texts), strict=True):
         np.testing.assert_array_equal(found, wanted)
-    assert engine.texts == ["plain", ""]
+    assert engine.texts == ["plain", "\u0378", ""], "U+0378 is not assigned, and was tried"
+
+
+def test_every_character_is_tried_or_left_or_stands_in_a_large_block():
+    """DeepSeek's split had other ids for U+2CEA9, between blocks of which only the ends are tried."""
+    unknown, known = fast_encoding.characters()
+    tried = np.zeros(0x110000, bool)
+    tried[[ord(one) for one in known]] = True
+    assigned = np.array([unicodedata.category(chr(point)) != "Cn" for point in range(0x110000)])
+    assert unknown[0x2CEA9] and not tried[0x2CEA9] and tried[0x378]
+    assert (tried | unknown | assigned).all() and not (unknown & (tried | assigned)).any()
 
 
 def test_an_engine_with_other_ids_is_refused(few, tokenizer):
@@ -81,7 +92,7 @@ def test_it_is_made_anew_before_it_remembers_too_much(few, tokenizer, monkeypatc
     monkeypatch.setattr(fast_encoding, "_RENEWED", 10)
     for _ in range(3):
         fast.encode(["more than ten characters"])
-    assert engine.made == 3
+    assert engine.made == 4
 
 
 def test_only_byte_level_bpe_without_dropout_is_tried(tokenizer):
