@@ -34,6 +34,7 @@ _NAMES = {
     "max_new_tokens": "max_tokens max_completion_length max_completion_tokens response_length",
     "mask_truncated": "mask_truncated_completions overlong_filtering overlong_filter",
     "group_size": "num_generations rollouts_per_prompt", "reuse": "num_iterations ppo_epochs num_ppo_epochs",
+    "environment": "environment_factory env_id tool_env", "max_turns": "max_assistant_turns",
     "kl": "kl_coef kl_coeff init_kl_coef", "clip": "epsilon_low cliprange", "clip_high": "epsilon_high",
     "accelerators_per_node": "gpus gpus_per_node ngpus num_gpus gres", "queue": "partition", "priority": "qos",
     "time": "walltime time_limit", "processes_per_node": "ntasks_per_node nproc_per_node", "memory_gb": "mem",

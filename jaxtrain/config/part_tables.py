@@ -35,8 +35,12 @@ TRACKERS = Kind("tracker", "jaxtrain.trackers", "observe.trackers", {
     "trackio": "jaxtrain.observe.trackers.trackio:Service",
 }, accepts=lambda part: isinstance(part, type) and hasattr(part, "log") and hasattr(part, "imports"))
 # Of reinforcement learning: what scores answers. `rl.reward` also takes what is no name.
-ENVIRONMENTS = Kind("environment", "jaxtrain.environments", "rl.reward",
+ENVIRONMENTS = Kind("environment", "jaxtrain.environments", "rl.reward", reserved=("environment",),
                     alternative="write FILE.py:FUNCTION, model:WORKDIR or a URL")
+# And what the model talks to over several turns, of the same group.
+CONVERSATIONS = Kind("environment", "jaxtrain.environments", "rl.environment", reserved=("environment",),
+                     accepts=lambda part: hasattr(part, "reset") and hasattr(part, "step"),
+                     alternative="write FILE.py:CLASS, a URL, verifiers:NAME or openenv:NAME")
 
 
 def moments_of(optimizer: str) -> list[str]:

@@ -32,7 +32,7 @@ _FORM = {"config_hash": str, "git_commit?": str | None, "packages": {str: str | 
              {"step": int, "key": str}], "adopted?": [(str, int)], "init_from?": dict}
 # Keys that may name a file relative to the current folder.
 _PATHS = ("data.source", "data.tokenizer", "pipeline.table", "train.init_from", "train.init_encoder_from",
-          "rl.prompts", "rl.reward")
+          "rl.prompts", "rl.reward", "rl.environment")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class AnswerPairs(Rollouts):
             return row
         begin = 0
         for segment, at in enumerate((group[totals[group].argmax()], group[totals[group].argmin()]), start=1):
-            begin = _add(row, self._row(self.prompts[one.numbers[at]], one.answers[at], 0.0, {}), segment, begin)
+            prompt = self._prompt(one.numbers[at], one.answers[at])
+            begin = _add(row, self._row(prompt, one.answers[at], 0.0, {}), segment, begin)
         return row
 
 

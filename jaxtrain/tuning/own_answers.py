@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.base.annotations import JsonObject
+from jaxtrain.config.sections.tuning_keys import ENVIRONMENT
 from jaxtrain.data.chat.templates import Chat
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -19,6 +20,8 @@ from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.run import Extension, Run
 from jaxtrain.run.runinfo import recorded_parts
 from jaxtrain.tuning.answer_pairs import AnswerPairs
+from jaxtrain.tuning.environments.loading import environment_of
+from jaxtrain.tuning.environments.protocol import Environment
 from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.rollouts import Rollouts
 from jaxtrain.tuning.scorers import Scorers
@@ -38,7 +41,20 @@ def on_answers(run: Run, workdir: str | Path | None = None) -> "Rollouts":
                TeacherScores.of(run, tokenizer, began_with.get("teacher_model", {})))
     ends = _ends(run, workdir, tokenizer)
     kind = AnswerPairs if run.config.preference.loss else Rollouts
-    return kind(run, read_prompts(c.prompts), scorers, tokenizer, folder, chat, ends, teacher)
+    environment = environment_of(run.config) if c.environment else None
+    tasks = _tasks(environment) if environment else []
+    records = tasks if environment and c.prompts == ENVIRONMENT else read_prompts(c.prompts)
+    return kind(run, records, scorers, tokenizer, folder, chat, ends, teacher, environment)
+
+
+def _tasks(environment: Environment) -> list[JsonObject]:
+    """Return the tasks that an environment brings, as records; one, if all that it depends on is the seed."""
+    import jax
+
+    found = [{**task, "prompt": task.get("prompt") or ""} for task in environment.tasks()]
+    if jax.process_index():  # the first process asks it
+        environment.end()
+    return found or [{"prompt": ""}]
 
 
 def _began_with(workdir: str | Path | None) -> JsonObject:

@@ -1,13 +1,12 @@
 """Rewards of answers: a function of the user's, and advantages of answers over others to the same prompt."""
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.base.annotations import JsonMapping
+from jaxtrain.base.user_files import defined_in
 from jaxtrain.config.part_tables import ENVIRONMENTS
 from jaxtrain.config.schema import Config
 from jaxtrain.config.sections.tuning_keys import RLConfig
@@ -20,23 +19,10 @@ KEY = "rl.reward"
 def load_reward(named: str, options: Any = None) -> Reward:
     """Return the function that FILE.py:FUNCTION names, or the environment of another package with these options."""
     if ":" not in named and not named.endswith(".py"):
-        return ENVIRONMENTS.made(named, options)
-    file, _, name = named.rpartition(":")
-    if not file.endswith(".py") or not name:
-        raise UserError(KEY, f"{named!r} names no function of a file", "write FILE.py:FUNCTION, model:WORKDIR or a URL")
-    if not Path(file).is_file():
-        raise UserError(KEY, f"there is no file {file}", "check the name")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's own code
-        raise UserError(KEY, f"{file} cannot be imported ({type(error).__name__}: {error})", "repair it") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise UserError(KEY, f"{file} has no function {name!r}", "check the name")
-    return found
+        if hasattr(found := ENVIRONMENTS.made(named, options), "step"):
+            raise UserError(KEY, f"the environment {named!r} is one of several turns", f"set rl.environment={named}")
+        return found
+    return defined_in(named, KEY, "function", "write FILE.py:FUNCTION, model:WORKDIR or a URL")
 
 
 def rewards_of(reward: Reward, answers: Sequence[str], records: Sequence[JsonMapping]) -> list[float]:

@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, parsed, read
 from jaxtrain.hub.generate import Generated
-from jaxtrain.tuning.values import Valued
+from jaxtrain.tuning.environments.conversation import FORM, Conversation, Valued, sampled_tokens
 
 FIX = "bring it back, or delete it: the model that goes on answers in its place"
 
@@ -39,6 +39,7 @@ class RolloutFiles:
     names: tuple[str, ...]
     valued: bool  # answers have the values that a head expected
     taught: bool  # and the log-probabilities of a teacher
+    turns: bool = False  # they are conversations
 
     def path(self, first: int) -> Path:
         """Return the file of the answers that are first trained on in this step, counted from 0."""
@@ -81,7 +82,8 @@ class RolloutFiles:
         """
         path = self.path(first)
         try:
-            kind, more = (Valued, {"values": [float]}) if self.valued else (Generated, {})
+            kind, more = ((Conversation, FORM) if self.turns else (Valued, {"values": [float]}) if self.valued else
+                          (Generated, {}))
             lines = [parsed(line, {"reward?": float | int, "scores?": dict, "number?": int, "policy_step?": int,
                                    "tokens": [int], "logprobs": [float], **more})
                      for line in read(path, LARGE).splitlines()]
@@ -89,7 +91,11 @@ class RolloutFiles:
             scores = [self._scores(line) for line in lines if "reward" in line]
             taught = [[float(x) for x in line["taught"]] for line in lines if self.taught and "reward" in line]
             others = ("prompt", "number", "policy_step", "reward", "scores", "taught")
-            found = [kind(**{key: line[key] for key in line if key not in others}) for line in lines]
+            rest: list[JsonObject] = [{key: tuple(value) if isinstance(value, list) else value
+                                       for key, value in line.items() if key not in others} for line in lines]
+            found: list[Generated] = [kind(**one) for one in rest]
+            if any(len(sampled_tokens(one)) != len(one.tokens) for one in found if isinstance(one, Conversation)):
+                raise ValueError("turns do not have as many tokens as the conversation")
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError("rl", f"{path} is not as the run wrote it ({error})", FIX) from error
         if len(found) != len(numbers) or len(scores) not in (0, len(numbers)):

@@ -11,12 +11,13 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.base.annotations import Json, JsonObject
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.chat.templates import Chat
 from jaxtrain.data.loading.shuffle import Order
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
@@ -24,13 +25,17 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.hub.decoding import decoding
 from jaxtrain.hub.generate import Generated, generate, text_of
-from jaxtrain.hub.trained_tokenizer import prompt_ids
 from jaxtrain.objectives.policy_gradient import VALUES
 from jaxtrain.observe import events
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Run
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState
+from jaxtrain.tuning.answers.batch_row import row_of
+from jaxtrain.tuning.answers.prompt_tokens import encoded
+from jaxtrain.tuning.environments.conversation import Conversation, earned, measured, sampled_tokens
+from jaxtrain.tuning.environments.conversing import Conversing
+from jaxtrain.tuning.environments.protocol import Environment
 from jaxtrain.tuning.pending_rewards import PendingRewards
 from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.rewards import answers_of_step, equal_groups, totals_of, with_lengths
@@ -48,7 +53,7 @@ class Rollouts:
 
     def __init__(self, run: Run, records: Sequence[JsonObject], scorers: Scorers, tokenizer: Tokenizer,
                  folder: Path | None = None, chat: Chat | None = None, ends: Sequence[int] = (),
-                 teacher: TeacherScores | RemoteTeacher | None = None):
+                 teacher: TeacherScores | RemoteTeacher | None = None, environment: Environment | None = None):
         """Take prompts.
 
         Args:
@@ -56,6 +61,7 @@ class Rollouts:
             chat: the model's chat template, for prompts that are messages; its turns end answers.
             ends: tokens that end answers as well.
             teacher: whose log-probabilities are added to advantages.
+            environment: what the model talks to about prompts; None: it answers them once.
         """
         self.run, self.records, self.scorers, self.tokenizer, self.folder = run, records, scorers, tokenizer, folder
         config, c = run.config, run.config.rl
@@ -69,48 +75,40 @@ class Rollouts:
         self.order = Order(len(records), self.seed)
         self.chat = chat and chat.identity()  # kept with the run
         self.ends = [*(chat.ends() if chat else []), *ends]
-        self.prompts = [self._encoded(record["prompt"], chat) for record in records]
+        self.environment, self._conversing, room = environment, None, self.seq_len // self.answers_in_a_row
+        if environment:
+            self._conversing = Conversing(environment, tokenizer, chat, c, room, self._tell)
+        self.prompts = [] if environment else encoded(
+            records, tokenizer, chat, room - c.max_new_tokens, self.answers_in_a_row > 1)
         self.identity = {"prompts": _digest(records), "reward": redacted(config.rl.reward)}
         if scorers.model is not None:
             self.identity["reward_model"] = scorers.model.checkpoint
         self.teacher = teacher
         if teacher is not None:
             self.identity |= {"teacher": redacted(self.settings.teacher), "teacher_model": teacher.checkpoint}
-        self._check_prompts()
+        if environment:
+            self.identity["environment"] = redacted(c.environment)
         self._pending = PendingRewards(scorers.asked, scorers.threads(self.staleness))
         self._files = None if folder is None else RolloutFiles(
-            folder, records, scorers.names, self.settings.value_head, teacher is not None)
+            folder, records, scorers.names, self.settings.value_head, teacher is not None,
+            environment is not None)
         self._fields: dict[str, float] = {}  # of the next line of metrics
-        self.forget()
-
-    def _encoded(self, prompt: Json, chat: Chat | None) -> list[int]:
-        """Return the tokens of a text, or of messages through the chat template."""
-        if isinstance(prompt, str):
-            return prompt_ids(self.tokenizer, prompt)
-        if chat is None:
-            raise UserError("rl.prompts", "one is a list of messages, and the model has no chat template",
-                            "give texts, or begin with a model that has one")
-        return chat.prompt(prompt)
-
-    def _check_prompts(self) -> None:
-        room = self.seq_len // self.answers_in_a_row - self.settings.max_new_tokens
-        for record, prompt in zip(self.records, self.prompts, strict=True):
-            if not prompt:
-                raise UserError("rl.prompts", "one is empty", "remove it, or begin it with a line's end")
-            if len(prompt) > room:
-                raise UserError("rl.prompts", f"{str(record['prompt'])[:40]!r} has {len(prompt)} tokens, and "
-                                f"data.seq_len less rl.max_new_tokens leaves {room}"
-                                f"{' for each answer of a pair' * (self.answers_in_a_row > 1)}",
-                                "raise data.seq_len, or remove it")
+        self._begin()
 
     def see(self, step: int, state: TrainState) -> None:
         """Take the state before this step (counted from 0)."""
         if step != self._seen[0] + 1:  # another beginning, as after a rollback
-            self.forget()
+            self._begin()
         self._seen = step, state
 
     def forget(self) -> None:
-        """Forget all states and answers: the steps end, or begin elsewhere."""
+        """Forget all states and answers, and end what runs beside the steps: they end, or begin elsewhere."""
+        self._begin()
+        if self.environment:
+            self.environment.end()
+
+    def _begin(self) -> None:
+        """Have seen no state, and made no answers."""
         self._pending.forget()
         self._seen: tuple[int, Any] = (-1, None)
         self._rounds: dict[int, Round] = {}  # by their first steps: that of this step, and those made ahead
@@ -212,27 +210,52 @@ class Rollouts:
         import jax
 
         jax.block_until_ready(state)  # the time of the step before is not that of the answers
-        prompts, began = [self.prompts[n] for n in numbers], time.perf_counter()
-        seed = int(np.random.SeedSequence([self.seed, first, *[again] * (again > 0)]).generate_state(1)[0])
-        if self.settings.exact:
-            answers = self._exact(prompts, seed, state)
+        began = time.perf_counter()
+        if self._conversing:
+            talk = partial(self._in_turn, self._laid_out(state), first, again)
+            records = [self.records[n] for n in numbers]
+            answers, fields = self._conversing.of_step([self.seed, first, again], records, talk)
+            self._fields |= {name: self._fields.get(name, 0) * name.endswith("_s") + x for name, x in fields.items()}
+            del talk  # and the weights that are laid out for it
+        elif self.settings.exact:
+            answers = self._exact([self.prompts[n] for n in numbers], self._drawn(first, again), state)
         else:
-            answers = self._sampled(self._laid_out(state), prompts, seed)
+            prompts = [self.prompts[n] for n in numbers]
+            answers = self._sampled(self._laid_out(state), prompts, self._drawn(first, again))
         if self.settings.value_head:
-            answers = valued(self.run, state, prompts, answers)
+            answers = valued(self.run, state, [*map(self._prompt, numbers, answers)], answers)
         took = self._took("rollout_s", began)
         many = sum(map(size_of, answers))
         self._fields["rollout_tokens_per_s"] = many / took
         return answers
 
+    def _drawn(self, first: int, again: int, turn: int = 0) -> int:
+        """Return the seed of the answers of this first step, sampling round, and turn of conversations."""
+        drawn = [self.seed, first, *[again] * (again > 0 or turn > 0), *[turn] * (turn > 0)]
+        return int(np.random.SeedSequence(drawn).generate_state(1)[0])
+
+    def _in_turn(self, state: TrainState, first: int, again: int, prompts: list[list[int]], places: list[int],
+                 turn: int) -> list[Generated]:
+        """Return the answers of conversations in these places, whatever has become of others."""
+        return self._sampled(state, prompts, self._drawn(first, again, turn), [(place, 0) for place in places])
+
+    def _prompt(self, number: int, answer: Generated) -> list[int]:
+        """Return the tokens that an answer follows, of the prompt of this number."""
+        return list(answer.begin) if isinstance(answer, Conversation) else self.prompts[number]
+
+    def _tell(self, text: str) -> None:
+        """Tell the user something about conversations."""
+        import jax
+
+        if jax.process_index() == 0 and self.folder is not None:
+            events.tell(self.folder.parent, "conversations", text)
+
     def _sampled(self, state: TrainState, prompts: list[list[int]], seed: int,
                  drawn: list[tuple[int, int]] | None = None) -> list[Generated]:
         """Return what follows these prompts. `drawn`: as `generate` takes it."""
-        many = self.settings.max_new_tokens
-        answers = generate(self.run, state, prompts, max_new_tokens=many, seed=seed, stop=self.ends, logprobs=True,
-                           batch_size=self.count, tokenizer=self.tokenizer, temperature=self.temperature,
-                           tempered=True, drawn=drawn)
-        return answers
+        return generate(self.run, state, prompts, max_new_tokens=self.settings.max_new_tokens, seed=seed,
+                        stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer,
+                        temperature=self.temperature, tempered=True, drawn=drawn)
 
     def _exact(self, prompts: list[list[int]], seed: int, state: TrainState) -> list[Generated]:
         """Return the answers that the step draws, of drafts by the sampler."""
@@ -281,7 +304,7 @@ class Rollouts:
             one.scores = self._scored(first, one)
             if self.teacher is not None:
                 began = time.perf_counter()
-                one.taught = self.teacher([self.prompts[n] for n in one.numbers], one.answers)
+                one.taught = self.teacher([*map(self._prompt, one.numbers, one.answers)], one.answers)
                 self._took("teacher_s", began)
             self._keep(first, one)
         return one
@@ -290,13 +313,14 @@ class Rollouts:
         """Return the scores of answers by each scorer."""
         began, on_host, by_model = time.perf_counter(), [], []
         if self.scorers.model is not None:
-            by_model = self.scorers.model([[*self.prompts[n], *answer.tokens]
+            by_model = self.scorers.model([[*self._prompt(n, answer), *answer.tokens]
                                            for n, answer in zip(one.numbers, one.answers, strict=True)])
         if self.scorers.on_host:
             on_host, took = exchange(None, lambda _: self._pending.collect(first, *self._asked(one)))
             self._fields["scorer_s"] = self._fields.get("scorer_s", 0) + took
         self._took("reward_s", began)
-        return self.scorers.in_order(len(one.answers), on_host, by_model)
+        given = earned(one.answers, self.settings.group_size)
+        return self.scorers.in_order(len(one.answers), on_host, by_model, given)
 
     def _with_lengths(self, one: Round) -> np.ndarray:
         """Return the scores of answers, with the penalty for their lengths if there is one."""
@@ -312,11 +336,12 @@ class Rollouts:
     def _batch(self, one: Round) -> dict[str, np.ndarray]:
         c, named = self.settings, self._with_lengths(one)
         self._measure(named)
-        known, prompts = known_of(c, named, one.answers), [self.prompts[n] for n in one.numbers]
+        self._fields |= measured(one.answers)
+        known, prompts = known_of(c, named, one.answers), [*map(self._prompt, one.numbers, one.answers)]
         if one.taught is not None:
-            ahead = [np.array(theirs) - sampled_of(answer)
+            ahead = [np.where(sampled_tokens(answer), np.array(theirs) - sampled_of(answer), 0)
                      for theirs, answer in zip(one.taught, one.answers, strict=True)]
-            self._fields["reverse_kl"] = -float(np.concatenate(ahead).mean())
+            self._fields["reverse_kl"] = -float(np.concatenate(ahead).sum() / sum(map(size_of, one.answers)))
             known = [each | {"advantages": each["advantages"] + c.teacher_weight * more}
                      for each, more in zip(known, ahead, strict=True)]
         return self._columns(zip(prompts, one.answers, totals_of(c, named), known, strict=True))
@@ -332,8 +357,8 @@ class Rollouts:
         return columns
 
     def is_left_out(self, answer: Generated) -> bool:
-        """Return whether an answer is not trained on, since it was cut off."""
-        return self.mask_truncated and answer.finish_reason == "length"
+        """Return whether an answer is not trained on, since it was cut off or its environment failed."""
+        return answer.finish_reason == "error" or (self.mask_truncated and answer.finish_reason == "length")
 
     def _measure(self, scores: np.ndarray) -> None:
         """Take the means of several scores, and how many groups teach nothing, for the line of metrics."""
@@ -347,25 +372,8 @@ class Rollouts:
 
     def _row(self, prompt: list[int], answer: Generated, reward: float,
              known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return an answer behind its prompt, as targets of weight 1, with the end that the model chose.
-
-        `known`: further arrays of its tokens.
-        """
-        end, logprob = answer.end or (None, None)
-        ids = [*prompt, *answer.tokens, *([] if end is None else [end])]
-        said = [*(answer.logprobs or ()), *([] if end is None else [logprob])]
-        size, first = len(ids) - 1, len(prompt) - 1
-        row: dict[str, Any] = {name: np.zeros(self.seq_len, np.int32)
-                               for name in ("tokens", "targets", "segments", "positions")}
-        row |= {name: np.zeros(self.seq_len, np.float32)
-                for name in ("weights", "sampled", "rewards", "answers", *known)}
-        row["tokens"][:size], row["targets"][:size] = ids[:-1], ids[1:]
-        row["segments"][:size], row["positions"][:size] = 1, np.arange(size)
-        row["weights"][first:size], row["sampled"][first:size] = not self.is_left_out(answer), said
-        for name, each in known.items():
-            row[name][first:size] = each
-        row["rewards"][first], row["answers"][first] = reward, 1
-        return row
+        """Return an answer behind its prompt; `known`: further arrays of its tokens."""
+        return row_of(self.seq_len, prompt, answer, reward, known, learnt=not self.is_left_out(answer))
 
     def _keep(self, first: int, one: Round) -> None:
         """Write the answers of a step, if there is a folder for them."""
@@ -384,8 +392,8 @@ class Rollouts:
 
 
 def size_of(answer: Generated) -> int:
-    """Return the number of tokens of an answer, with the one that ends it."""
-    return len(answer.tokens) + (answer.end is not None)
+    """Return the number of tokens that the model sampled for an answer, with those that end it and its turns."""
+    return int(sampled_tokens(answer).sum())
 
 
 def _digest(records: Sequence[JsonObject]) -> str:

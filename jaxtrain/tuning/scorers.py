@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxtrain.base.annotations import JsonMapping
+from jaxtrain.config.sections.tuning_keys import ENVIRONMENT
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.storage import is_url
@@ -21,7 +22,13 @@ from jaxtrain.tuning.rewards import KEY, Reward, load_reward, rewards_of
 if TYPE_CHECKING:
     from jaxtrain.run import Run
 
-Scorer = Reward | RewardScores | RemoteRewards
+
+
+class FromEnvironment:
+    """Stands for what an environment gave during a conversation."""
+
+
+Scorer = Reward | RewardScores | RemoteRewards | FromEnvironment
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class Scorers:
             raise UserError(KEY, "it names several reward models, and a run holds one", "keep one of them")
         found: list[Scorer] = []
         for one in rewards:
-            found.append(RewardScores.of(one, tokenizer, recorded) if one.startswith(PREFIX) else
+            found.append(FromEnvironment() if one == ENVIRONMENT and run.config.rl.environment else
+                         RewardScores.of(one, tokenizer, recorded) if one.startswith(PREFIX) else
                          RemoteRewards.of(run.config, one) if is_url(one) else
                          load_reward(one, run.config.plug_ins.get(one)))
         return cls(_names(rewards), tuple(found))
@@ -55,7 +63,7 @@ class Scorers:
     @property
     def on_host(self) -> tuple[Reward | RemoteRewards, ...]:
         """The scorers that one process asks: they may depend on anything."""
-        return tuple(one for one in self.scorers if not isinstance(one, RewardScores))
+        return tuple(one for one in self.scorers if not isinstance(one, RewardScores | FromEnvironment))
 
     def threads(self, staleness: int) -> int:
         """Return the answers of how many steps may be scored at once."""
@@ -72,11 +80,12 @@ class Scorers:
                     found.append(rewards_of(one, answers, records))
         return found
 
-    def in_order(self, answers: int, on_host: Sequence[Sequence[float]],
-                 by_model: Sequence[float]) -> list[list[float]]:
+    def in_order(self, answers: int, on_host: Sequence[Sequence[float]], by_model: Sequence[float],
+                 by_environment: Sequence[float]) -> list[list[float]]:
         """Return for each answer the rewards of all scorers, in their order."""
         rest = iter(on_host)
-        columns = [by_model if isinstance(one, RewardScores) else next(rest) for one in self.scorers]
+        columns = [by_model if isinstance(one, RewardScores) else
+                   by_environment if isinstance(one, FromEnvironment) else next(rest) for one in self.scorers]
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in range(answers)]
 
 

@@ -192,7 +192,7 @@ def test_a_url_is_checked_when_the_run_is_built(files, url, message):  # noqa: F
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    (dict(rl__reward_timeout_s=5.0), "rl.reward_timeout_s: it is read with rl.reward=URL or rl.teacher=URL only"),
+    (dict(rl__reward_timeout_s=5.0), "rl.reward_timeout_s: it is read with rl.reward=URL, rl.teacher=URL or rl."),
     (dict(rl__reward="http://h/", rl__reward_timeout_s=0.0), "rl.reward_timeout_s: 0.0 is "),
     (dict(rl__reward="http://h/", rl__reward_timeout_s=3601.0), "rl.reward_timeout_s: 3601.0"),
     (dict(rl__reward="http://h/", rl__reward_timeout_s=30.0),

@@ -14,7 +14,7 @@ OWN = tuple(field.name for field in fields(Config)[:-1])  # jaxtrain's sections
 EXTENSIONS = Kind("extension", "jaxtrain.extensions", "extensions", reserved=OWN,
                   accepts=lambda part: isinstance(part, type) and options_of(part) is not None)
 NAMED = (part_tables.OPTIMIZERS, part_tables.SCHEDULES, part_tables.OBJECTIVES, part_tables.TRACKERS,
-         part_tables.ENVIRONMENTS)
+         part_tables.ENVIRONMENTS, part_tables.CONVERSATIONS)
 
 
 def sections() -> dict[str, type]:

@@ -15,6 +15,9 @@ def check(config: Any) -> None:
     elif data.global_batch_size % c.group_size:
         raise UserError("data.global_batch_size", f"{data.global_batch_size} answers are not whole groups of "
                         f"rl.group_size={c.group_size}", f"make it a multiple of {c.group_size}")
+    if c.exact and c.environment:
+        raise UserError("rl.exact", "the answers of a step are drawn as the rows of its batch, and conversations with "
+                        "rl.environment turn by turn", "leave one of them out")
     if c.exact and c.sampling_rounds > 1:
         raise UserError("rl.exact", "the answers of a step are drawn as the rows of its batch, and "
                         "rl.sampling_rounds chooses them from several", "leave one of them out")

@@ -13,6 +13,7 @@ PREFERENCE_LOSSES = {"dpo": "beta label_smoothing rpo_alpha reference",
                      "apo_down": "beta rpo_alpha reference", "simpo": "beta label_smoothing margin",
                      "orpo": "beta", "reward": "margin center",
                      "kto": "beta desirable_weight undesirable_weight reference"}
+ENVIRONMENT = "environment"  # the reward that `rl.environment` gives, and the prompts that it brings itself
 OF_ANSWERS = ("kto",)  # the losses of labelled answers and not of pairs, which compare those of the whole batch
 
 
@@ -95,7 +96,8 @@ REINFORCE_LOSSES = ("dapo", "grpo", "dr_grpo")
 class RLConfig:
     """Reinforcement learning from rewards for the model's own answers (docs/rl.md); off by default."""
 
-    prompts: str = ""  # file of JSON lines with a "prompt" each; "": no reinforcement learning
+    # file of JSON lines with a "prompt" each; "": no reinforcement learning, or the tasks that rl.environment brings
+    prompts: str = ""
     # reward function as FILE.py:FUNCTION(answer, record), reward model as model:WORKDIR, a scoring service's URL, or
     # the name of an environment of another package; several, separated by commas, are added
     reward: str = ""
@@ -108,7 +110,21 @@ class RLConfig:
     # may be left out
     teacher: str = ""
     teacher_weight: float = number(1.0, above=0)  # coefficient of the teacher's advantages
-    # seconds that a scoring service, or a teacher's server, may take for one request
+    # an environment that the model talks to over several turns: FILE.py:CLASS, a URL, verifiers:NAME, openenv:NAME, or
+    # the name of one of another package; it gives a reward, to which that of rl.reward is added
+    environment: str = ""
+    max_turns: int = at_most(8, 2**16, above=0)  # answers of the model in a conversation with an environment
+    environment_workers: int = at_most(2, 2**10, above=0)  # processes in which an environment runs
+    environment_memory_gib: float = number(8.0, least=0)  # address space of each of them, in GiB; 0: no limit
+    # what follows if an environment fails at an answer: the run ends ("stop"), or the conversation does and is left out
+    # of the loss ("mask")
+    environment_errors: str = choice("stop", "stop", "mask")
+    # Python whose packages an environment uses, such as VENV/bin/python; "": the one that runs jaxtrain
+    environment_python: str = ""
+    # what the answers of a conversation are credited with: each with the rewards of the whole "episode", or of its own
+    # "turn" and of those after it
+    credit: str = choice("episode", "episode", "turn")
+    # seconds that a scoring service, a teacher's server or an environment may take for one request
     reward_timeout_s: float = number(20.0, above=0, most=3600.0, fix="try 20")
     group_size: int = at_most(8, 2**16)  # answers generated for each prompt; their rewards are compared with each other
     max_new_tokens: int = at_most(64, 2**24, above=0)  # maximum length of an answer in tokens
@@ -158,31 +174,38 @@ class RLConfig:
 
     def __post_init__(self):
         bounded(self, "rl")
+        if self.environment and not self.prompts:
+            object.__setattr__(self, "prompts", ENVIRONMENT)
         _unread(self, "rl", self.teacher, "teacher", "teacher_weight")
         _unread(self, "rl", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
-        _unread(self, "rl", "://" in self.reward + self.teacher, "reward=URL or rl.teacher=URL", "reward_timeout_s")
-        several = "," in self.reward
-        _unread(self, "rl", several, "reward naming several", "reward_weights combine")
+        _unread(self, "rl", "://" in self.reward + self.teacher or self.environment, "reward=URL, rl.teacher=URL or "
+                "rl.environment", "reward_timeout_s")
+        _unread(self, "rl", self.environment, "environment", "max_turns environment_workers environment_memory_gib "
+                "environment_python environment_errors credit")
+        _unread(self, "rl", len(self.rewards) > 1, "reward naming several", "reward_weights combine")
         _unread(self, "rl", self.overlong_buffer, "overlong_buffer", "overlong_penalty")
         _unread(self, "rl", self.surrogate == "ppo", "surrogate=ppo", "clip")
         _unread(self, "rl", self.value_head, "baseline=value", "gamma gae_lambda value_loss value_clip")
-        if self.group_size < (1 if self.value_head or (self.teacher and not self.reward) else 2):
+        if self.group_size < (1 if self.value_head or (self.teacher and not self.rewards) else 2):
             raise UserError("rl.group_size", f"{self.group_size} answers cannot be compared with each other",
                             "give 2 or more, such as 8, or 1 with rl.baseline=value")
+        if self.environment and self.overlong_buffer:
+            raise UserError("rl.overlong_buffer", "conversations with rl.environment end by rl.max_turns or by the "
+                            "environment", "leave it out, and let the environment reward short answers")
         if self.overlong_buffer and not self.reward:
             raise UserError("rl.overlong_buffer", "it is subtracted from rewards, and there are none",
                             "leave it out, or give rl.reward")
         if self.teacher and self.temperature != 1:
             raise UserError("rl.temperature", f"a teacher predicts at temperature 1, and answers are sampled at "
                             f"{self.temperature:g}", "leave it out, or leave out rl.teacher")
-        if self.teacher and self.value_head and not self.reward:
+        if self.teacher and self.value_head and not self.rewards:
             raise UserError("rl.baseline", "a value head learns to expect rewards, and there is none",
                             "leave it out, or give rl.reward")
-        if bool(self.prompts) != bool(self.reward or self.teacher):
+        if bool(self.prompts) != bool(self.rewards or self.teacher):
             missing = "reward" if self.prompts else "prompts"
             raise UserError(f"rl.{missing}", "it is missing, and reinforcement learning needs both",
-                            "give FILE.py:FUNCTION" if self.prompts else "give a file of JSON lines")
+                            "give FILE.py:FUNCTION, or rl.environment" if self.prompts else "give a file of JSON lines")
 
         self._check_several()
 
@@ -198,14 +221,18 @@ class RLConfig:
             key = "baseline=value" if self.value_head else "teacher"
             raise UserError("rl.sampling_rounds", f"with rl.{key} groups of equal rewards teach something too",
                             "leave it out")
+        if self.credit == "turn" and self.combine == "normalize":
+            raise UserError("rl.combine", "rl.credit=turn compares sums of rewards, turn by turn",
+                            "leave one of them out")
         if self.overlong_buffer > self.max_new_tokens:
             raise UserError("rl.overlong_buffer", f"{self.overlong_buffer} tokens are more than rl.max_new_tokens="
                             f"{self.max_new_tokens}", "give fewer, such as a fifth of it")
 
     @property
     def rewards(self) -> tuple[str, ...]:
-        """The rewards by which answers are scored, one by one."""
-        return tuple(filter(None, (one.strip() for one in self.reward.split(","))))
+        """The rewards by which answers are scored, one by one; the environment's own is the first."""
+        return (*[ENVIRONMENT] * bool(self.environment),
+                *filter(None, (one.strip() for one in self.reward.split(","))))
 
     @property
     def value_head(self) -> bool:

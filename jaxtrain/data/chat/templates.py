@@ -6,7 +6,7 @@ text is encoded at once, as at inference, and an id is trained on if any part of
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -210,16 +210,20 @@ class Chat:
 
     # ------------------------------------------------------------------------------------------------------------- ids
 
-    def prompt(self, messages: Messages) -> list[int]:
+    def prompt(self, messages: Messages, tools: Json = None) -> list[int]:
         """Return the ids of messages, and of what introduces the assistant's answer."""
-        (ids, _, _), = self.specials.encode([self.text(messages)])
+        (ids, _, _), = self.specials.encode([self.text(messages, tools=tools)])
         written = len(ids) and ids[0] == self.tokenizer.bos  # by the template itself
         return (ids if written else begun(ids, self.tokenizer)).tolist()
 
-    def text(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+    def text(self, messages: Messages, add_generation_prompt: bool = True, tools: Json = None) -> str:
         """Return messages as text, with what introduces the assistant's answer."""
-        talk = Talk(self.specials.guarded(messages), None, [(len(messages), add_generation_prompt)])
-        return self._one(talk, lambda _, texts: spans_of(texts[0])[0])
+        return self.texts(messages, [(len(messages), add_generation_prompt)], tools)[0]
+
+    def texts(self, messages: Messages, wanted: Sequence[tuple[int, bool]], tools: Json = None) -> list[str]:
+        """Return the text of so many messages each, and whether with what introduces the assistant's answer."""
+        talk = Talk(self.specials.guarded(messages), self.specials.guarded(tools), wanted)
+        return self._one(talk, lambda _, texts: [spans_of(text)[0] for text in texts])
 
     def ends(self) -> list[int]:
         """Return the special tokens that end a turn of the assistant."""

@@ -16,7 +16,7 @@ from jaxtrain.files.bounded_files import json_lines, user_json
 FILE = "README.md"
 # Keys whose values are names of files, which tell of the machine and mean nothing elsewhere.
 _PLACES = ("data.source", "data.mixture", "data.cache_dir", "data.tokenizer", "data.stages", "train.init_from",
-           "train.init_encoder_from", "rl.prompts", "rl.reward")
+           "train.init_encoder_from", "rl.prompts", "rl.reward", "rl.environment")
 _FIX = "bring the run's records back"
 
 

@@ -8,6 +8,7 @@ from jaxtrain.errors import UserError, say
 from jaxtrain.runs.report.report_page import ReportPage
 
 _HOST = "127.0.0.1"
+_CONVERSATIONS = "/conversations"
 _OURS = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 
 
@@ -27,13 +28,15 @@ def server(page: ReportPage, port: int = 0) -> ThreadingHTTPServer:
             # A page of another site whose name leads to 127.0.0.1 (DNS rebinding) gets nothing.
             if not _OURS.fullmatch(self.headers.get("Host", "")):
                 self.send_error(403)
-            elif self.path not in ("/", "/now"):
+            elif self.path not in ("/", "/now", _CONVERSATIONS):
                 self.send_error(404)
             else:
                 try:
                     with lock:
                         page.look()
-                        content = page.render(live=True, bare=self.path == "/now").encode()
+                        content = (page.conversations("/") if self.path == _CONVERSATIONS else page.render(
+                            live=True, bare=self.path == "/now", conversations=_CONVERSATIONS if page.written() else ""
+                        )).encode()
                 except UserError as mistake:  # a file of the run is damaged now
                     self.send_error(500, explain=str(mistake))
                 else:

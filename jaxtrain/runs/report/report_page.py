@@ -9,12 +9,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.pages.page_parts import html_table
 from jaxtrain.pages.style import STYLE
 from jaxtrain.runs.recorded_run import RecordedRun
-from jaxtrain.runs.report import figures, goodput_figure, run_facts, seed_statistics
+from jaxtrain.runs.report import figures, goodput_figure, run_facts, sampled_conversations, seed_statistics
 from jaxtrain.runs.report.goodput_figure import clock
 from jaxtrain.runs.report.run_curves import AXES, CHARTS, RunCurves, charts, names
 
@@ -42,10 +43,25 @@ class ReportPage:
             one.run.look()
         self.runs = [RunCurves(one.run, one.name) for one in self.runs]
 
-    def render(self, *, live: bool = False, bare: bool = False) -> str:
+    def conversations(self, report: str = "") -> str:
+        """Return the page of what the model of the one run said; "" if it has said nothing. `report`: of a link."""
+        run = self.runs[0].run
+        if not (there := self.written()):
+            return ""
+        return _template("conversations_page.html").render(
+            title=f"Conversations of {self.runs[0].name}", style=STYLE, made=clock(time.time()), report=report,
+            css=(_HERE / "conversations_page.css").read_text(), script=(_HERE / "conversations_page.js").read_text(),
+            workdir=run.workdir, count=len(there), steps=sampled_conversations.steps(run.workdir))
+
+    def written(self) -> list[Path]:
+        """Return the files of what the model of the one run said."""
+        return sampled_conversations.files(self.runs[0].run.workdir) if len(self.runs) == 1 else []
+
+    def render(self, *, live: bool = False, bare: bool = False, conversations: str = "") -> str:
         """Return the page.
 
         Args:
+            conversations: where the page of what the model said is, for a link.
             live: it asks the server that sent it for what is new.
             bare: without Plotly and scripts, for a page that has them.
         """
@@ -59,6 +75,7 @@ class ReportPage:
         data = {name: json.loads(figure.to_json()) for name, figure in drawn.items()}
         return self._template.render(
             title=f"{'Run' if single else f'{len(runs)} runs'}: {', '.join(one.name for one in runs)}", style=STYLE,
+            conversations=conversations,
             css=(_HERE / "report_page.css").read_text(), script="" if bare else (_HERE / "report_page.js").read_text(),
             plotly="" if bare else _plotly(), live=live, axes=AXES, palette=_PALETTE, runs=runs, single=single,
             facts=run_facts, groups=groups, usual=usual, others=[chart for chart in shown if chart not in usual],
@@ -73,7 +90,7 @@ def _plotly() -> str:
     return base64.b64encode(gzip.compress(source.encode(), mtime=0)).decode()
 
 
-def _template() -> Any:
+def _template(name: str = "report_page.html") -> Any:
     """Return the template, which escapes whatever is put into it."""
     try:
         jinja2 = importlib.import_module("jinja2")
@@ -82,16 +99,23 @@ def _template() -> Any:
     room = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
                               loader=jinja2.FileSystemLoader(_HERE))
     room.globals["table"] = lambda made, words=1: jinja2.utils.markupsafe.Markup(html_table(made[0], made[1], words))
-    return room.get_template("report_page.html")
+    return room.get_template(name)
 
 
 def write(page: ReportPage, file: Path) -> Path:
-    """Write the page into a file at once, and return it."""
+    """Write the page into a file at once, and beside it that of conversations, if there are any; return the first."""
+    beside = file.with_name(f"{file.stem}-conversations.html") if page.written() else None
+    _write(file, page.render(conversations=quote(beside.name) if beside else ""))
+    if beside:
+        _write(beside, page.conversations(report=quote(file.name)))
+    return file
+
+
+def _write(file: Path, content: str) -> None:
     from jaxtrain.files import atomic_files
 
     try:
         with atomic_files.written(file, durable=False) as out:
-            out.write(page.render().encode())
+            out.write(content.encode())
     except OSError as error:
         raise UserError("--output", f"{file} cannot be written ({error.strerror})", "give --output=FILE") from None
-    return file

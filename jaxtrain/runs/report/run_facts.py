@@ -14,7 +14,7 @@ from jaxtrain.observe.goodput import CATEGORIES, duration, settled
 from jaxtrain.plan.cost import spending
 from jaxtrain.redaction import redacted
 from jaxtrain.runs.recorded_run import RecordedRun
-from jaxtrain.runs.report import seed_statistics
+from jaxtrain.runs.report import sampled_conversations, seed_statistics
 from jaxtrain.runs.report.goodput_figure import clock, said
 from jaxtrain.runs.report.run_curves import Chart, RunCurves
 
@@ -184,14 +184,13 @@ def samples(run: RecordedRun) -> list[tuple[str, str]]:
     """Return the newest texts that the model of a run wrote: what each is, and the text."""
     found = [(f"at step {event.get('step')}", f"{event.get('text', '')}")
              for event in run.events if event["kind"] == "sample"][-_MOST_SAMPLES:]
-    rounds = sorted((path for path in (run.workdir / "rollouts").glob("*.jsonl") if path.stem.isdecimal()),
-                    key=lambda path: int(path.stem))
+    rounds = sampled_conversations.files(run.workdir)
     for line in [*json_lines(rounds[-1])][:_MOST_SAMPLES] if rounds else []:
         reward = f", reward {number(line['reward'])}" if isinstance(line.get("reward"), int | float) else ""
         prompt = line.get("prompt")
         asked = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
         found.append((f"step {rounds[-1].stem}{reward}", f"{asked}\n→ {line.get('text', '')}"))
-    return redacted(found)
+    return [(what, sampled_conversations.cleaned(text)) for what, text in found]
 
 
 def key_numbers(chart: Chart, runs: Sequence[RunCurves]) -> Table:

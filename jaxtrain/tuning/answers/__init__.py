@@ -1,0 +1,1 @@
+"""Answers as tokens: behind which prompts, and in which rows."""
