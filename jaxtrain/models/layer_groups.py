@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.models import layer_place
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.gradient_order import gradients_first
 
@@ -34,9 +35,10 @@ class Group(nnx.Module):
                 x_BTD, weights[at] = gradients_first(x_BTD, weights[at])
 
             @self.remat
-            def apply(x, weights, graphdef=graphdef, name=name, angles=angles):
+            def apply(x, weights, graphdef=graphdef, name=name, angles=angles, number=number):
                 held = {} if cache is None else {"cache": cache.of(name)}
-                return nnx.merge(graphdef, weights)(x, segments_BT, angles, **held)
+                with layer_place.in_group(number):
+                    return nnx.merge(graphdef, weights)(x, segments_BT, angles, **held)
 
             x_BTD, aux = apply(x_BTD, weights[number])
             entries[name] = aux.pop(CACHE, None)

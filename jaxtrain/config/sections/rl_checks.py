@@ -15,6 +15,9 @@ def check(config: Any) -> None:
     elif data.global_batch_size % c.group_size:
         raise UserError("data.global_batch_size", f"{data.global_batch_size} answers are not whole groups of "
                         f"rl.group_size={c.group_size}", f"make it a multiple of {c.group_size}")
+    if c.exact and c.replay_routes:
+        raise UserError("rl.replay_routes", "with rl.exact the step takes its own routes while it draws answers",
+                        "leave one of them out")
     if c.exact and c.sampling_rounds > 1:
         raise UserError("rl.exact", "the answers of a step are drawn as the rows of its batch, and "
                         "rl.sampling_rounds chooses them from several", "leave one of them out")
@@ -36,8 +39,8 @@ def check(config: Any) -> None:
 
 
 # What policy gradients read, and losses of pairs do not.
-OF_GRADIENTS = ("exact teacher teacher_weight loss ratio surrogate clip clip_high kl entropy baseline scale gamma "
-                "gae_lambda value_loss value_clip combine")
+OF_GRADIENTS = ("exact replay_routes teacher teacher_weight loss ratio surrogate clip clip_high kl entropy baseline "
+                "scale gamma gae_lambda value_loss value_clip combine")
 
 
 def _check_pairs(preference: PreferenceConfig, rl: RLConfig) -> None:
