@@ -36,9 +36,13 @@ class Group(nnx.Module):
 
             @self.remat
             def apply(x, weights, graphdef=graphdef, name=name, angles=angles, number=number):
-                held = {} if cache is None else {"cache": cache.of(name)}
+                layer = nnx.merge(graphdef, weights)
                 with layer_place.in_group(number):
-                    return nnx.merge(graphdef, weights)(x, segments_BT, angles, **held)
+                    if cache is None:
+                        return layer(x, segments_BT, angles)
+                    from jaxtrain.models.experts.kept_routes import with_cache
+
+                    return with_cache(layer, cache.of(name), x, segments_BT, angles)
 
             x_BTD, aux = apply(x_BTD, weights[number])
             entries[name] = aux.pop(CACHE, None)

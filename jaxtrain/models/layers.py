@@ -324,11 +324,15 @@ class Stack(nnx.Module):
                  None if slots is None or slots.full else slots.numbers >= 0, cache and cache.entries)
 
         def layer(x, weights, number, entries, like=None):
-            held = {} if cache is None else {"cache": replace(cache, entries=entries)}
             own = (number + self.first if like is None else like,) if self.numbered else ()
             place = 0 if number is None else number
             with layer_place.in_stack(place, self.first + place * self._each):
-                return nnx.merge(graphdef, weights)(x, *args, *own, **held)
+                apply = nnx.merge(graphdef, weights)
+                if cache is None:
+                    return apply(x, *args, *own)
+                from jaxtrain.models.experts.kept_routes import with_cache
+
+                return with_cache(apply, replace(cache, entries=entries), x, *args, *own)
 
         def wide_layer(*inputs, like=None):
             with products.in_precision(""):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.model_config import Experts, ModelConfig
 from jaxtrain.kernels.functions import swiglu
 from jaxtrain.models.attention.kv_cache import Aux
-from jaxtrain.models.experts import given_routes
+from jaxtrain.models.experts import given_routes, kept_routes
 from jaxtrain.models.experts.gated_swiglu import GatedSwiGLU
 from jaxtrain.models.experts.router import Routing, capacity, route
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, SwiGLU, param
@@ -114,7 +114,8 @@ class MoE(nnx.Module):
             return self._returned(*self._local(x_BTD, real_BT, weights, scales, given, *latent))
         real_BT = activations.constrain(real_BT, "batch", "seq")
         between, (batch, seq) = activations.activation_spec(*RESIDUAL), map(activations.split_by, ("batch", "seq"))
-        sums = dict.fromkeys(("tokens", "kept", "entropy", "balance"), P(batch, seq)) | {"load": P(batch, seq, None)}
+        sums = dict.fromkeys(("tokens", "kept", "entropy", "balance"), P(batch, seq)) | dict.fromkeys(
+            ("load", *[kept_routes.ROUTES] * kept_routes.are_kept()), P(batch, seq, None))
         return self._returned(*activations.manual_region(
             self._local,
             in_specs=(between, P(batch, seq), {name: activations.gathered_spec(*named[name][1]) for name in named},
@@ -170,6 +171,8 @@ class MoE(nnx.Module):
         if "down_bias" in w:
             y_BTD = activations.with_bias(y_BTD, _down_bias(routing, w["down_bias"], split))
         parts = {name: total[:, None] for name, total in routing.sums_B.items()}
+        if kept_routes.are_kept():
+            parts[kept_routes.ROUTES] = routing.experts_BTK
         return y_BTD, {"penalty": routing.penalty_B, **parts}
 
 
