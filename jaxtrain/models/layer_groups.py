@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.models import layer_place
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.gradient_order import gradients_first
 
@@ -34,9 +35,14 @@ class Group(nnx.Module):
                 x_BTD, weights[at] = gradients_first(x_BTD, weights[at])
 
             @self.remat
-            def apply(x, weights, graphdef=graphdef, name=name, angles=angles):
-                held = {} if cache is None else {"cache": cache.of(name)}
-                return nnx.merge(graphdef, weights)(x, segments_BT, angles, **held)
+            def apply(x, weights, graphdef=graphdef, name=name, angles=angles, number=number):
+                layer = nnx.merge(graphdef, weights)
+                with layer_place.in_group(number):
+                    if cache is None:
+                        return layer(x, segments_BT, angles)
+                    from jaxtrain.models.experts.kept_routes import with_cache
+
+                    return with_cache(layer, cache.of(name), x, segments_BT, angles)
 
             x_BTD, aux = apply(x_BTD, weights[number])
             entries[name] = aux.pop(CACHE, None)

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtrain.base.annotations import AnyArray
 from jaxtrain.config.remat_policies import Policy
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, squared_relu, swiglu
-from jaxtrain.models import layer_loop, training_noise
+from jaxtrain.models import layer_loop, layer_place, training_noise
 from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.rematerialization import Wrap, wrap
 from jaxtrain.parallel.vocab import lookup
@@ -318,15 +318,21 @@ class Stack(nnx.Module):
         graphdef, weights = nnx.split(self.layer)
         numbers = jnp.arange(self.num_layers) if slots is None else slots.numbers
         of_stage = slots is not None and self._has_wide()
-        counted = self.numbered or training_noise.active() or of_stage or _SEEN.get() is not None
+        counted = (self.numbered or training_noise.active() or layer_place.is_read() or of_stage
+                   or _SEEN.get() is not None)
         given = (weights, numbers if counted else None,
                  None if slots is None or slots.full else slots.numbers >= 0, cache and cache.entries)
 
         def layer(x, weights, number, entries, like=None):
-            held = {} if cache is None else {"cache": replace(cache, entries=entries)}
             own = (number + self.first if like is None else like,) if self.numbered else ()
-            with training_noise.in_layer(0 if number is None else number):
-                return nnx.merge(graphdef, weights)(x, *args, *own, **held)
+            place = 0 if number is None else number
+            with layer_place.in_stack(place, self.first + place * self._each):
+                apply = nnx.merge(graphdef, weights)
+                if cache is None:
+                    return apply(x, *args, *own)
+                from jaxtrain.models.experts.kept_routes import with_cache
+
+                return with_cache(apply, replace(cache, entries=entries), x, *args, *own)
 
         def wide_layer(*inputs, like=None):
             with products.in_precision(""):

@@ -12,20 +12,19 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.models import layer_place
 from jaxtrain.sharding import activations
 
 BITS = "noise"  # of each token, in a batch
 AMPLITUDE = "embedding_noise"  # of the noise on each token's embedding, in a batch
 _MASK = 2**32 - 1
 _BITS: ContextVar[jax.Array | None] = ContextVar("bits", default=None)
-_LAYER: ContextVar[Any] = ContextVar("layer", default=0)
 
 
 def added_to(batch: Mapping[str, jax.Array], seed: int, step: jax.Array, alpha: float,
@@ -54,21 +53,6 @@ def of(batch: Mapping[str, jax.Array]) -> Iterator[None]:
         _BITS.reset(token)
 
 
-@contextlib.contextmanager
-def in_layer(number: jax.Array | int) -> Iterator[None]:
-    """A context in which this layer of a stack is computed."""
-    token = _LAYER.set(number)
-    try:
-        yield
-    finally:
-        _LAYER.reset(token)
-
-
-def layer_number() -> jax.Array | int:
-    """Return the number of the layer, in its stack, that is computed now."""
-    return _LAYER.get()
-
-
 def active() -> bool:
     """Return whether the layers that are traced now have random numbers."""
     return _BITS.get() is not None
@@ -94,7 +78,7 @@ def dropout(x: jax.Array, rate: float, name: str) -> jax.Array:
     bits_BT = _BITS.get()
     if not rate or bits_BT is None:
         return x
-    kept = _uniform(bits_BT ^ _hash(jnp.asarray(_LAYER.get()).astype(jnp.uint32) + 1), name, x) >= rate
+    kept = _uniform(bits_BT ^ _hash(jnp.asarray(layer_place.number()).astype(jnp.uint32) + 1), name, x) >= rate
     return x * (kept * (1 / (1 - rate))).astype(x.dtype)
 
 
@@ -119,7 +103,7 @@ def of_layer(name: str) -> Noise | None:
     bits_BT = _BITS.get()
     if bits_BT is None:
         return None
-    return Noise(bits_BT ^ _hash(jnp.asarray(_LAYER.get()).astype(jnp.uint32) + 1), name)
+    return Noise(bits_BT ^ _hash(jnp.asarray(layer_place.number()).astype(jnp.uint32) + 1), name)
 
 
 def _uniform(bits_BT: jax.Array, name: str, like: jax.Array) -> jax.Array:

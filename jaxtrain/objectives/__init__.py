@@ -8,6 +8,7 @@ ASKED = {
     "preference.loss=kto": "jaxtrain.objectives.kto:Kto",
     "preference.loss": "jaxtrain.objectives.preference:Preference",
     "rl.exact": "jaxtrain.tuning.exact.exact_objective:ExactPolicyGradient",
+    "rl.replay_routes": "jaxtrain.tuning.routes.replayed_objective:ReplayedPolicyGradient",
     "rl.prompts": "jaxtrain.objectives.policy_gradient:PolicyGradient",
 }
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.config.sections.tuning_keys import LoraConfig
-from jaxtrain.models import training_noise
+from jaxtrain.models import layer_place, training_noise
 from jaxtrain.models.layers import Linear
 from jaxtrain.models.lora import Adapter
 from jaxtrain.sharding import mesh_context
@@ -70,7 +70,7 @@ def test_an_adapter_has_dropout_of_its_input(layer):
     graphdef, params = nnx.split(linear)
 
     def loss(params, given):
-        with training_noise.of(given), training_noise.in_layer(layer):
+        with training_noise.of(given), layer_place.in_stack(layer, layer):
             return jnp.square(nnx.merge(graphdef, params)(x) - target).sum()
 
     kept = np.array([[[uniform(bits_of(row, place) ^ mixed(layer + 1), "mlp/up", d) >= rate for d in range(WIDTH)]
@@ -93,7 +93,7 @@ def test_layers_and_parameters_have_masks_of_their_own():
     x = jnp.ones((ROWS, LENGTH, 4096))
 
     def mask(name, layer):
-        with training_noise.of(batch()), training_noise.in_layer(layer):
+        with training_noise.of(batch()), layer_place.in_stack(layer, layer):
             return np.asarray(training_noise.dropout(x, 0.25, name)) > 0
 
     one, *others = (mask(name, layer) for name, layer in (("q", 0), ("k", 0), ("q", 1)))

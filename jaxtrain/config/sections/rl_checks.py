@@ -18,6 +18,9 @@ def check(config: Any) -> None:
     if c.exact and c.environment:
         raise UserError("rl.exact", "the answers of a step are drawn as the rows of its batch, and conversations with "
                         "rl.environment turn by turn", "leave one of them out")
+    if c.exact and c.replay_routes:
+        raise UserError("rl.replay_routes", "with rl.exact the step takes its own routes while it draws answers",
+                        "leave one of them out")
     if c.exact and c.sampling_rounds > 1:
         raise UserError("rl.exact", "the answers of a step are drawn as the rows of its batch, and "
                         "rl.sampling_rounds chooses them from several", "leave one of them out")
@@ -39,8 +42,8 @@ def check(config: Any) -> None:
 
 
 # What policy gradients read, and losses of pairs do not.
-OF_GRADIENTS = ("exact teacher teacher_weight loss ratio surrogate clip clip_high kl entropy baseline scale gamma "
-                "gae_lambda value_loss value_clip combine")
+OF_GRADIENTS = ("exact replay_routes teacher teacher_weight loss ratio surrogate clip clip_high kl entropy baseline "
+                "scale gamma gae_lambda value_loss value_clip combine")
 
 
 def _check_pairs(preference: PreferenceConfig, rl: RLConfig) -> None:

@@ -145,6 +145,7 @@ class RLConfig:
     # the step draws the answers itself, of drafts by the sampler: its log-probabilities are the sampler's to the last
     # bit, for one more pass of the step or a few
     exact: bool = False
+    replay_routes: bool = False  # tokens go to the experts that they went to when they were sampled
     gather_weights: bool = False  # gather and cast sharded weights once per generation phase, instead of for each token
     # how tokens are weighted: "dapo": all tokens equally; "grpo": all answers equally; "dr_grpo": tokens equally,
     # divided by a fixed length

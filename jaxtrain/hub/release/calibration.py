@@ -14,7 +14,7 @@ from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.family import entries
 from jaxtrain.hub import trained_model
 from jaxtrain.hub.weights import published_weights
-from jaxtrain.models import training_noise
+from jaxtrain.models import layer_place
 from jaxtrain.models.layers import Linear, observed
 from jaxtrain.run import Run
 
@@ -38,7 +38,7 @@ def moments_of(folder: Path, tokens_BT: np.ndarray) -> Moments:
             summed = sum(letter not in result for letter in weight)
             rows = x.reshape(-1, int(np.prod(x.shape[x.ndim - summed:])))
             last[:] = x, np.asarray(jnp.matmul(rows.T, rows, precision="highest"))
-        key = linear.path, int(training_noise.layer_number())
+        key = linear.path, int(layer_place.number())
         found[key] = found[key] + last[1] if key in found else last[1]
 
     with observed(see):

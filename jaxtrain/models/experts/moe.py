@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.model_config import Experts, ModelConfig
 from jaxtrain.kernels.functions import swiglu
 from jaxtrain.models.attention.kv_cache import Aux
+from jaxtrain.models.experts import given_routes, kept_routes
 from jaxtrain.models.experts.gated_swiglu import GatedSwiGLU
 from jaxtrain.models.experts.router import Routing, capacity, route
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, SwiGLU, param
@@ -108,16 +109,20 @@ class MoE(nnx.Module):
             else:
                 weights[name] = activations.gather(weight[...], *axes)
         latent = read if self.into_latent is None else (self.into_latent(x_BTD),)
+        given = [] if (routes_BTK := given_routes.of_layer()) is None else [routes_BTK]
         if activations.activation_spec() is None:
-            return self._returned(*self._local(x_BTD, real_BT, weights, scales, *latent))
+            return self._returned(*self._local(x_BTD, real_BT, weights, scales, given, *latent))
         real_BT = activations.constrain(real_BT, "batch", "seq")
         between, (batch, seq) = activations.activation_spec(*RESIDUAL), map(activations.split_by, ("batch", "seq"))
-        sums = dict.fromkeys(("tokens", "kept", "entropy", "balance"), P(batch, seq)) | {"load": P(batch, seq, None)}
+        sums = dict.fromkeys(("tokens", "kept", "entropy", "balance"), P(batch, seq)) | dict.fromkeys(
+            ("load", *[kept_routes.ROUTES] * kept_routes.are_kept()), P(batch, seq, None))
         return self._returned(*activations.manual_region(
             self._local,
             in_specs=(between, P(batch, seq), {name: activations.gathered_spec(*named[name][1]) for name in named},
-                      dict.fromkeys(scales, P()), *[between] * len(latent)),
-            out_specs=(between, {"penalty": P(batch)} | sums))(x_BTD, real_BT, weights, scales, *latent))
+                      dict.fromkeys(scales, P()), [P(batch, seq, None)] * len(given), *[between] * len(latent)),
+            out_specs=(between, {"penalty": P(batch)} | sums))(
+                x_BTD, real_BT, weights, scales, [activations.constrain(x, "batch", "seq", None) for x in given],
+                *latent))
 
     def _returned(self, y_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return what experts returned, out of the latent if there is one."""
@@ -134,9 +139,10 @@ class MoE(nnx.Module):
         found = {name: one for name, one in found.items() if one[0] is not None}
         return found if self.adapter is None else found | self.adapter.weights()
 
-    def _local(self, x_BTD, real_BT, w, scales, *latent) -> tuple[jax.Array, Aux]:
+    def _local(self, x_BTD, real_BT, w, scales, given: list[jax.Array], *latent) -> tuple[jax.Array, Aux]:
         """Process one device's tokens: split over `tensor` on entry and exit, gathered over it in between.
 
+        `given`: the experts of each token, if the batch brings them.
         `latent`: what experts are given in place of what the router reads.
         """
         c = self.experts
@@ -144,7 +150,7 @@ class MoE(nnx.Module):
         split = tensor if x_BTD.shape[1] < real_BT.shape[1] else ()  # between blocks
         x_BTD, *latent = (lax.all_gather(x, split, axis=1, tiled=True) if split else x for x in (x_BTD, *latent))
         routing = route(c, x_BTD, real_BT, w["kernel"], w.get("bias"), row, w.get("logit_bias"),
-                        w.get("expert_scale"))
+                        w.get("expert_scale"), *given)
         x_BTD = latent[0] if latent else x_BTD
         B, T, D = x_BTD.shape
         x_ND, experts_NK, weights_NK, kept_NK = (a.reshape(B * T, -1) for a in (
@@ -165,6 +171,8 @@ class MoE(nnx.Module):
         if "down_bias" in w:
             y_BTD = activations.with_bias(y_BTD, _down_bias(routing, w["down_bias"], split))
         parts = {name: total[:, None] for name, total in routing.sums_B.items()}
+        if kept_routes.are_kept():
+            parts[kept_routes.ROUTES] = routing.experts_BTK
         return y_BTD, {"penalty": routing.penalty_B, **parts}
 
 

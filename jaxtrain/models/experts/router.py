@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxtrain.config.model_config import Experts
 from jaxtrain.kernels.functions import softmax
-from jaxtrain.models.experts import sparse_mixer
+from jaxtrain.models.experts import given_routes, sparse_mixer
 from jaxtrain.models.experts.router_product import router_product
 from jaxtrain.parallel.rows import Row
 
@@ -34,8 +34,9 @@ class Routing:
 
 
 def route(c: Experts, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None,
-          row: Row, logit_bias_E: jax.Array | None = None, expert_scale_E: jax.Array | None = None) -> Routing:
-    """Route tokens; `real_BT` is False for padding.
+          row: Row, logit_bias_E: jax.Array | None = None, expert_scale_E: jax.Array | None = None,
+          given_BTK: jax.Array | None = None) -> Routing:
+    """Route tokens; `real_BT` is False for padding. `given_BTK`: experts to route to; below 0: the router chooses.
 
     The weights of a token's experts depend on `logit_bias_E`, not on `bias_E`, and are multiplied by `expert_scale_E`.
     """
@@ -46,6 +47,7 @@ def route(c: Experts, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array
         experts_BTK, weights_BTK = sparse_mixer.chosen(logits_BTE, c.per_token, c.jitter)
     else:
         experts_BTK = choose(c, lax.stop_gradient(scores_BTE) + (0 if bias_E is None else lax.stop_gradient(bias_E)))
+        experts_BTK = experts_BTK if given_BTK is None else given_routes.in_place_of(given_BTK, experts_BTK)
         weights_BTK = jnp.take_along_axis(scores_BTE, experts_BTK, -1)
     if c.normalized:
         weights_BTK /= weights_BTK.sum(-1, keepdims=True) + c.sum_eps

@@ -68,6 +68,11 @@ def _quantile(share: float) -> str:
     return f"histogram_quantile({share}, sum by (run, le) (rate({_STEP}_bucket{_RATE})))"
 
 
+def _line(*keys: str) -> tuple[str, str]:
+    """Return a query of some numbers of a line of metrics, and the legend that names each."""
+    return f'jaxtrain_line_value{{process="0",key=~"{"|".join(keys)}"}}', "{{key}}"
+
+
 RUN = Dashboard("jaxtrain-run", "jaxtrain: a run", ["run"], [
     ("Progress", [
         number("Step", "none", "max by (run) (jaxtrain_step)"),
@@ -84,6 +89,16 @@ RUN = Dashboard("jaxtrain-run", "jaxtrain: a run", ["run"], [
         graph("Anomalies", "none", ("increase(jaxtrain_anomalies_total[10m])", "anomalies in 10 minutes"),
               ("increase(jaxtrain_rollbacks_total[10m])", "rollbacks in 10 minutes")),
         graph("Other numbers of a line", "none", ('jaxtrain_line_value{process="0"}', "{{key}}"), width=16),
+    ]),
+    ("Reinforcement learning", [
+        graph("Reward", "none", _line("reward", "score_.*", "equal_groups")),
+        graph("Length of answers", "none", _line("answer_tokens", "turns")),
+        graph("Entropy of the policy, divergence from the sampler", "none", _line("entropy", "kl_sampled", "kl")),
+        graph("Staleness", "none", _line("staleness")),
+        graph("Distance of the sampler's log-probabilities", "none", _line("sampler_mismatch", "sampler_mismatch_max")),
+        graph("Time of a step's parts", "s", _line(
+            "rollout_s", "sampler_wait_s", "environment_s", "reward_s", "teacher_s", "sync_s", "sampler_load_s",
+            "exact_s"), stacked=True),
     ]),
     ("Speed", [
         graph("Throughput", "none", ('jaxtrain_tokens_per_second{process="0"}', "tokens per second")),

@@ -39,6 +39,7 @@ CHARTS = (
     Chart("kl_sampled", "Divergence from the policy that sampled", "nats per token", ("kl_sampled",)),
     Chart("answering", "Time of answers, rewards and the teacher, per step", "seconds",
           ("rollout_s", "environment_s", "reward_s", "teacher_s")),
+    Chart("staleness", "Steps between the weights that answered and the step", "steps", ("staleness",)),
     Chart("grad_norm", "Gradient norm", "", ("grad_norm",)),
     Chart("learning_rate", "Learning rate", "", ("learning_rate",)),
     Chart("throughput", "Throughput", "tokens per second", ("tokens_per_s",)),
