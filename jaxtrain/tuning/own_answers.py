@@ -21,6 +21,7 @@ from jaxtrain.run.runinfo import recorded_parts
 from jaxtrain.tuning.answer_pairs import AnswerPairs
 from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.rollouts import Rollouts
+from jaxtrain.tuning.samplers import sampler_of
 from jaxtrain.tuning.scorers import Scorers
 from jaxtrain.tuning.teacher_scores import TeacherScores
 
@@ -38,7 +39,8 @@ def on_answers(run: Run, workdir: str | Path | None = None) -> "Rollouts":
                TeacherScores.of(run, tokenizer, began_with.get("teacher_model", {})))
     ends = _ends(run, workdir, tokenizer)
     kind = AnswerPairs if run.config.preference.loss else Rollouts
-    return kind(run, read_prompts(c.prompts), scorers, tokenizer, folder, chat, ends, teacher)
+    sampler = sampler_of(run, tokenizer, [*(chat.ends() if chat else []), *ends], folder and folder.parent)
+    return kind(run, read_prompts(c.prompts), scorers, tokenizer, folder, chat, ends, teacher, sampler)
 
 
 def _began_with(workdir: str | Path | None) -> JsonObject:

@@ -35,6 +35,7 @@ from jaxtrain.tuning.pending_rewards import PendingRewards
 from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.rewards import answers_of_step, equal_groups, totals_of, with_lengths
 from jaxtrain.tuning.rollout_files import RolloutFiles, Round
+from jaxtrain.tuning.samplers import Sampler
 from jaxtrain.tuning.scorers import Scorers
 from jaxtrain.tuning.teacher_scores import TeacherScores, sampled_of
 from jaxtrain.tuning.values import known_of, valued
@@ -48,7 +49,7 @@ class Rollouts:
 
     def __init__(self, run: Run, records: Sequence[JsonObject], scorers: Scorers, tokenizer: Tokenizer,
                  folder: Path | None = None, chat: Chat | None = None, ends: Sequence[int] = (),
-                 teacher: TeacherScores | RemoteTeacher | None = None):
+                 teacher: TeacherScores | RemoteTeacher | None = None, sampler: Sampler | None = None):
         """Take prompts.
 
         Args:
@@ -56,6 +57,7 @@ class Rollouts:
             chat: the model's chat template, for prompts that are messages; its turns end answers.
             ends: tokens that end answers as well.
             teacher: whose log-probabilities are added to advantages.
+            sampler: what answers in place of this run, in another process.
         """
         self.run, self.records, self.scorers, self.tokenizer, self.folder = run, records, scorers, tokenizer, folder
         config, c = run.config, run.config.rl
@@ -77,6 +79,7 @@ class Rollouts:
         if teacher is not None:
             self.identity |= {"teacher": redacted(self.settings.teacher), "teacher_model": teacher.checkpoint}
         self._check_prompts()
+        self.sampler = sampler
         self._pending = PendingRewards(scorers.asked, scorers.threads(self.staleness))
         self._files = None if folder is None else RolloutFiles(
             folder, records, scorers.names, self.settings.value_head, teacher is not None)
@@ -111,6 +114,8 @@ class Rollouts:
 
     def forget(self) -> None:
         """Forget all states and answers: the steps end, or begin elsewhere."""
+        if self.sampler is not None:
+            self.sampler.forget()
         self._pending.forget()
         self._seen: tuple[int, Any] = (-1, None)
         self._rounds: dict[int, Round] = {}  # by their first steps: that of this step, and those made ahead
@@ -119,7 +124,7 @@ class Rollouts:
     def pop_fields(self) -> dict[str, float]:
         """Return what was measured since the last call, for the line of a step."""
         found, self._fields = self._fields, {}
-        return found
+        return found | (self.sampler.pop_fields() if self.sampler is not None else {})
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         """Return the answers to the prompts of this step, with their advantages."""
@@ -166,23 +171,69 @@ class Rollouts:
 
         made, (seen, state) = max(0, first - self.staleness), self._seen  # made: before which step they are
         numbers = self._numbers(first)
+        if self.sampler is not None:
+            return self._round_elsewhere(self.sampler, first, made, step, numbers)
         found = self._kept(first, made, numbers) if made < step else None
         if found is None:
             if seen != step or (made < step and self.folder is None):
                 raise UserError("batch", f"that of step {max(first, step)} is made of the model's answers at step "
                                 f"{made}", f"call run.data.see({made}, state) first")
-            if made < step and jax.process_index() == 0:
-                assert self.folder is not None and self._files is not None
-                events.tell(self.folder.parent, "rollouts_missing", f"{self._files.path(first)} is missing: the model "
-                            f"of step {step} answers in place of that of step {made}", step=step)
+            if made < step:
+                self._tell_missing(first, made, step)
             found = (Round(numbers, self._answered(first, numbers, state), step)
                      if self.sampling_rounds == 1 else self._unequal(first, step, state))
             if self.staleness or found.scores is not None:
                 self._keep(first, found)
+        if jax.process_index() == 0:
+            self._have_scored(first, found)
+        return found
+
+    def _have_scored(self, first: int, one: Round) -> None:
+        """Ask for the rewards of answers, where steps go on meanwhile. The first process makes the call."""
         beside = self.staleness > 0 and self.scorers.on_host
         # Answers behind the last step are for a run that is given more of them.
-        if beside and found.scores is None and first < self.run.config.train.steps and jax.process_index() == 0:
-            self._pending.ask(first, *self._asked(found))
+        if beside and one.scores is None and first < self.run.config.train.steps:
+            self._pending.ask(first, *self._asked(one))
+
+    def _tell_missing(self, first: int, made: int, step: int) -> None:
+        import jax
+
+        if jax.process_index() == 0:
+            assert self.folder is not None and self._files is not None
+            events.tell(self.folder.parent, "rollouts_missing", f"{self._files.path(first)} is missing: the model "
+                        f"of step {step} answers in place of that of step {made}", step=step)
+
+    def _round_elsewhere(self, sampler: Sampler, first: int, made: int, step: int, numbers: list[int]) -> Round:
+        """Return the answers of a sampler in another process, which come while steps go on; or those on record.
+
+        What it answers cannot be made again to the bit: answers of the weights that are here now count as well.
+        """
+        import jax
+
+        seen, state = self._seen
+        found = self._kept(first, made, numbers)
+        weights = sampler.kept(made) if found is None and made < step else None
+        if weights is None and (found is None or made == step):
+            if seen != step:
+                raise UserError("batch", f"that of step {max(first, step)} is made of the model's answers at step "
+                                f"{made}", f"call run.data.see({made}, state) first")
+            if made < step:
+                self._tell_missing(first, made, step)
+            weights = sampler.written(step, state)
+        if found is None or (weights is not None and found.weights != weights.version):
+            assert weights is not None
+            one = Round(numbers, [], weights.step, weights=weights.version)
+            seeds = np.random.SeedSequence([self.seed, first]).generate_state(len(numbers)).tolist()
+
+            def record(answers: list[Generated]) -> None:
+                answered = replace(one, answers=answers)
+                self._keep(first, answered)
+                self._have_scored(first, answered)
+
+            one.answers = sampler.ask([self.prompts[n] for n in numbers], seeds, weights, record)
+            return one
+        if jax.process_index() == 0:
+            self._have_scored(first, found)
         return found
 
     def _unequal(self, first: int, step: int, state: TrainState) -> Round:
@@ -277,6 +328,10 @@ class Rollouts:
     def _scored_round(self, first: int) -> Round:
         """Return this first step's answers with their scores; waits for these if they are pending, and keeps them."""
         one = self._rounds[first]
+        if self.sampler is not None:
+            began = time.perf_counter()
+            list(one.answers)
+            self._took("sampler_wait_s", began)
         if one.scores is None:
             one.scores = self._scored(first, one)
             if self.teacher is not None:
@@ -374,7 +429,8 @@ class Rollouts:
         if self._files is not None and not jax.process_index():
             totals = None if one.scores is None else totals_of(self.settings, self._with_lengths(one)).tolist()
             # Checkpoints to come depend on those that are read again.
-            self._files.write(first, one, totals, durable=self.staleness > 0 or self.reuse > 1)
+            again = self.staleness > 0 or self.reuse > 1 or self.sampler is not None
+            self._files.write(first, one, totals, durable=again)
 
     def _kept(self, first: int, made: int, numbers: list[int]) -> Round | None:
         """Read the answers to these prompts of a step that an earlier state made; None if there are none."""

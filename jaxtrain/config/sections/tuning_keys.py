@@ -110,6 +110,13 @@ class RLConfig:
     teacher_weight: float = number(1.0, above=0)  # coefficient of the teacher's advantages
     # seconds that a scoring service, or a teacher's server, may take for one request
     reward_timeout_s: float = number(20.0, above=0, most=3600.0, fix="try 20")
+    # what answers: "": the model that is trained, on the mesh that trains it; or the URL of a vLLM server with the same
+    # model, which is sent the weights, as http://HOST:PORT/v1 or http://HOST:PORT/v1#MODEL
+    sampler: str = ""
+    # with rl.sampler: seconds in which the answers of a step must come, restarts of the server included
+    sampler_timeout_s: float = number(100.0, above=0, most=86400.0, fix="try 100")
+    # with rl.sampler: folder for weights that the server sees too, such as one in /dev/shm; "": WORKDIR/sampler
+    sampler_folder: str = ""
     group_size: int = at_most(8, 2**16)  # answers generated for each prompt; their rewards are compared with each other
     max_new_tokens: int = at_most(64, 2**24, above=0)  # maximum length of an answer in tokens
     # sampling temperature; the policy that is trained is the one at this temperature
@@ -152,6 +159,12 @@ class RLConfig:
     clip_high: float = number(0.28, least=0)  # PPO clip range, upper side (clip-higher); 0: same as clip
     # probability ratio of each "token", or its geometric mean over the whole "sequence" (GSPO)
     ratio: str = choice("token", "token", "sequence")
+    # how the loss corrects for a sampler whose probabilities are not the trainer's: "": by the clipped ratio alone;
+    # "truncate": weighted by the ratio of the two, at most correction_high; "mask": likewise, without tokens whose
+    # ratio is below correction_low or above correction_high
+    correction: str = choice("", "", "truncate", "mask")
+    correction_low: float = number(0.5, least=0, most=1.0, fix="try 0.5")  # with correction=mask: the least ratio
+    correction_high: float = number(2.0, least=1.0, fix="try 2")  # with correction: the largest ratio
     kl: float = number(0.0, least=0)  # coefficient of the KL divergence from the initial policy; 0: no KL penalty
     # coefficient of the entropy of the policy's predictions, which is subtracted from the loss; 0: no bonus
     entropy: float = number(0.0, least=0)
@@ -162,10 +175,13 @@ class RLConfig:
         _unread(self, "rl", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
         _unread(self, "rl", "://" in self.reward + self.teacher, "reward=URL or rl.teacher=URL", "reward_timeout_s")
+        _unread(self, "rl", self.sampler, "sampler", "sampler_timeout_s sampler_folder")
         several = "," in self.reward
         _unread(self, "rl", several, "reward naming several", "reward_weights combine")
         _unread(self, "rl", self.overlong_buffer, "overlong_buffer", "overlong_penalty")
         _unread(self, "rl", self.surrogate == "ppo", "surrogate=ppo", "clip")
+        _unread(self, "rl", self.correction, "correction", "correction_high")
+        _unread(self, "rl", self.correction == "mask", "correction=mask", "correction_low")
         _unread(self, "rl", self.value_head, "baseline=value", "gamma gae_lambda value_loss value_clip")
         if self.group_size < (1 if self.value_head or (self.teacher and not self.reward) else 2):
             raise UserError("rl.group_size", f"{self.group_size} answers cannot be compared with each other",
@@ -183,24 +199,6 @@ class RLConfig:
             missing = "reward" if self.prompts else "prompts"
             raise UserError(f"rl.{missing}", "it is missing, and reinforcement learning needs both",
                             "give FILE.py:FUNCTION" if self.prompts else "give a file of JSON lines")
-
-        self._check_several()
-
-    def _check_several(self) -> None:
-        """Refuse weights and ways of adding that do not go with the rewards."""
-        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
-            raise UserError("rl.reward_weights", f"there are {len(self.reward_weights)} weights for "
-                            f"{len(self.rewards)} rewards", "give one for each in rl.reward, or leave it out")
-        if self.combine == "normalize" and (self.value_head or self.baseline == "others" or self.scale != "group"):
-            raise UserError("rl.combine", "normalize compares each reward with the mean and the standard deviation of "
-                            "its group", "leave rl.baseline and rl.scale out, or set rl.combine=sum")
-        if self.sampling_rounds > 1 and (self.value_head or self.teacher):
-            key = "baseline=value" if self.value_head else "teacher"
-            raise UserError("rl.sampling_rounds", f"with rl.{key} groups of equal rewards teach something too",
-                            "leave it out")
-        if self.overlong_buffer > self.max_new_tokens:
-            raise UserError("rl.overlong_buffer", f"{self.overlong_buffer} tokens are more than rl.max_new_tokens="
-                            f"{self.max_new_tokens}", "give fewer, such as a fifth of it")
 
     @property
     def rewards(self) -> tuple[str, ...]:
