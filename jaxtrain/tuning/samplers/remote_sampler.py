@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxtrain.errors import UserError
@@ -99,13 +99,14 @@ class RemoteSampler:
         """Return all answers of a job; raise UserError if they are not there in time."""
         began, tries, found = time.monotonic(), 0, {}
         until = began + self.timeout_s
+        server = replace(self.server, until=until)
         while True:
             try:
-                self._send(job.weights)
-                self._check_temperature(job, until)
+                self._send(server, job.weights)
+                self._check_temperature(server, job)
                 missing = [n for n in range(len(job.questions)) if n not in found]
-                vouched = _Vouched(self.server, "" if self.adapters else job.weights.version)
-                got = _at_once(functools.partial(self._asked, job, vouched, until), missing, stop)
+                vouched = _Vouched(server, "" if self.adapters else job.weights.version)
+                got = _at_once(functools.partial(self._asked, server, job, vouched), missing, stop)
                 found |= {n: one for n, one in got.items() if isinstance(one, Generated)}
                 if len(found) == len(job.questions):
                     break
@@ -131,9 +132,9 @@ class RemoteSampler:
         self._fields["rollout_tokens_per_s"] = many / max(took, 1e-9)
         return [found[n] for n in range(len(job.questions))]
 
-    def _send(self, weights: Weights) -> None:
+    def _send(self, server: VllmServer, weights: Weights) -> None:
         """See that the server has these weights."""
-        has = weights.version in self.server.models() if self.adapters else self.server.version() == weights.version
+        has = weights.version in server.models() if self.adapters else server.version() == weights.version
         if has:
             return
         if self._sent == weights.version and self._workdir is not None:
@@ -141,21 +142,19 @@ class RemoteSampler:
                         "it again", version=weights.version)
         began, before = time.monotonic(), self._sent
         if self.adapters:
-            self.server.load_adapter(weights.folder.absolute(), weights.version)
+            server.load_adapter(weights.folder.absolute(), weights.version)
             if before and before != weights.version:
-                self.server.unload_adapter(before)
+                server.unload_adapter(before)
         else:
-            self.server.load_model(weights.folder.absolute(), weights.version)
+            server.load_model(weights.folder.absolute(), weights.version)
         self._sent = weights.version
         self._add("sampler_load_s", time.monotonic() - began)
 
-    def _asked(self, job: _Job, vouched: "_Vouched", until: float, n: int) -> Generated | Failed:
+    def _asked(self, server: VllmServer, job: _Job, vouched: "_Vouched", n: int) -> Generated | Failed:
         """Return an answer, or why there is none that may come yet."""
         one = job.questions[n]
         try:
-            response = self.server.completed(self.terms.request(one, self._model(job)),
-                                             max(0.1, until - time.monotonic()))
-            answer = self.terms.answer(one, response)
+            answer = self.terms.answer(one, server.completed(self.terms.request(one, self._model(job))))
             vouched.check(time.monotonic())
             return answer
         except Failed as error:
@@ -173,7 +172,7 @@ class RemoteSampler:
     def _model(self, job: _Job) -> str:
         return job.weights.version if self.adapters else self.server.model
 
-    def _check_temperature(self, job: _Job, until: float) -> None:
+    def _check_temperature(self, server: VllmServer, job: _Job) -> None:
         """Refuse a server whose log-probabilities are not of the model at the temperature of sampling."""
         if self._checked:
             return
@@ -181,7 +180,7 @@ class RemoteSampler:
         for temperature in (self.terms.temperature, 1.0):
             asked = self.terms.request(job.questions[0], self._model(job)) | {
                 "temperature": temperature, "logprobs": 1, "max_tokens": 1}
-            response = self.server.completed(asked, max(0.1, until - time.monotonic()))
+            response = server.completed(asked)
             try:
                 likeliest.append(max(response["choices"][0]["logprobs"]["top_logprobs"][0].values()))
             except (LookupError, TypeError, AttributeError, ValueError):

@@ -6,6 +6,8 @@ Answers come by the OpenAI-compatible `/v1/completions`. Adapters are loaded und
 (`/update_weight_version`); these routes are there in vLLM's development mode.
 """
 
+import math
+import time
 import urllib.parse
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,7 @@ class VllmServer:
 
     service: HttpService
     model: str = ""
+    until: float = math.inf  # when all requests must have been answered, by time.monotonic()
 
     @classmethod
     def of(cls, named: str, timeout_s: float, limit: int) -> "VllmServer":
@@ -40,9 +43,9 @@ class VllmServer:
                             "http://127.0.0.1:8000/v1")
         return cls(service, url.fragment)
 
-    def completed(self, asked: JsonMapping, seconds: float) -> JsonObject:
-        """Return the response to a request for completions, which has to come within these seconds."""
-        return self._answer("/v1/completions", asked, dict, seconds)
+    def completed(self, asked: JsonMapping) -> JsonObject:
+        """Return the response to a request for completions."""
+        return self._answer("/v1/completions", asked, dict)
 
     def models(self) -> set[str]:
         """Return the names of its models and adapters."""
@@ -82,10 +85,11 @@ class VllmServer:
                 raise
             raise UserError(KEY, f"{self._at(route).url} {told(error)}", fix) from None
 
-    def _answer(self, route: str, content: JsonMapping | None, form: Form, seconds: float = 0.0) -> Json:
+    def _answer(self, route: str, content: JsonMapping | None, form: Form) -> Json:
         """Return the JSON that a route answers, of this form; None: whatever it is."""
         service = self._at(route)
-        answer = (replace(service, timeout_s=seconds) if seconds else service).once(content)
+        left = min(service.timeout_s, max(0.05, self.until - time.monotonic()))
+        answer = replace(service, timeout_s=left).once(content)
         if form is None:
             return None
         try:

@@ -161,6 +161,8 @@ def test_a_run_that_goes_on(built, server, tmp_path, left, capsys):  # noqa: F81
     run = built(rl__staleness=2)
     data = begun(run, server, tmp_path)
     whole = trained(data, 0, 3)
+    for one in data._rounds.values():  # what answers are on record is not deleted while it is copied
+        list(one.answers)
     folders = tmp_path / "before"
     shutil.copytree(tmp_path / "sampler", folders)  # those of state 2, perhaps of 1
     whole += trained_on(data, 3, 6)
