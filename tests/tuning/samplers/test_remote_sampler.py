@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.main import main
 from jaxtrain.tuning import rollouts
 from jaxtrain.tuning.samplers import remote_sampler
 from jaxtrain.tuning.samplers.completions import Terms
@@ -22,6 +23,7 @@ from jaxtrain.tuning.samplers.remote_sampler import RemoteSampler
 from jaxtrain.tuning.samplers.vllm_routes import VllmServer
 from jaxtrain.tuning.scorers import Scorers
 from tests.numerics import reference
+from tests.trainer.test_multiprocess import ROOT, ended, two_processes
 from tests.tuning.samplers.vllm_stand_in import END, Numbers, Vllm
 from tests.tuning.test_rollouts import config, files, on_four  # noqa: F401
 from tests.tuning.test_staleness import built  # noqa: F401
@@ -186,6 +188,26 @@ def test_a_run_that_goes_on(built, server, tmp_path, left, capsys):  # noqa: F81
     asked = sorted({number for number, _ in server.answered})
     assert asked == {"all": [], "none of the later ones": [3, 4, 5], "weights alone": [2, 3, 4, 5],
                      "nothing": [3, 4, 5]}[left]
+
+
+@pytest.mark.exhaustive
+def test_two_processes_go_on_as_one_does_and_one_of_them_asks(files, server, tmp_path):  # noqa: F811
+    keys = {"model.num_layers": 1, "model.embed_dim": 32, "model.max_seq_len": 32, "data.seq_len": 20, "train.steps": 4,
+            "data.global_batch_size": 8, "train.eval_every": 0, "checkpoint.every": 2, "mesh.data": 1, "mesh.fsdp": 2,
+            "mesh.tensor": 2, "rl.group_size": 4, "rl.max_new_tokens": 6, "rl.staleness": 1, "rl.sampler": server.url,
+            "rl.prompts": files / "prompts.jsonl", "rl.reward": f"{files / 'reward.py'}:even"}
+    flags = [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{key}={value}" for key, value in keys.items())]
+    assert main([*flags, f"--workdir={tmp_path / 'one'}"]) == 0
+    asked = len(server.answered)
+    with two_processes(flags, tmp_path / "two", devices=2) as started:
+        said = ended(started)
+    assert [process.returncode for process in started] == [0, 0], said
+    assert len(server.answered) == 2 * asked == 80
+    for path in (tmp_path / "one" / "rollouts").iterdir():
+        ours, theirs = ([json.loads(line) for line in file.read_text().splitlines()]
+                        for file in (tmp_path / "two" / "rollouts" / path.name, path))
+        assert [(line["tokens"], line.get("reward"), line["policy_step"]) for line in ours] == [
+            (line["tokens"], line.get("reward"), line["policy_step"]) for line in theirs]
 
 
 def trained_on(data, start, stop):

@@ -78,10 +78,10 @@ class Vllm:
                 self.version = content["new_version"]
             elif path == "/collective_rpc":
                 assert content["method"] == "reload_weights" and self.version == "loading"
-                self.number = int((Path(content["kwargs"]["weights_path"]) / "number").read_text())
+                self.number = _number(content["kwargs"]["weights_path"])
                 self.loads.append(self.number)
             elif path == "/v1/load_lora_adapter":
-                self.adapters[content["lora_name"]] = int((Path(content["lora_path"]) / "number").read_text())
+                self.adapters[content["lora_name"]] = _number(content["lora_path"])
                 self.loads.append(self.adapters[content["lora_name"]])
             elif path == "/v1/unload_lora_adapter":
                 self.adapters.pop(content["lora_name"], None)
@@ -109,6 +109,12 @@ class Vllm:
     def _again(self):
         self.kill()
         self.start()
+
+
+def _number(folder):
+    """Return the number that weights are; of a run's own weights, the step of their folder."""
+    path = Path(folder) / "number"
+    return int(path.read_text() if path.exists() else path.parent.name.removeprefix("step-"))
 
 
 class _Server(http.server.ThreadingHTTPServer):
