@@ -7,6 +7,7 @@ import http.client
 import json
 import queue
 import socket
+import ssl
 import threading
 import time
 import urllib.error
@@ -161,6 +162,14 @@ def _before_deadline(request: urllib.request.Request, seconds: float,
     return answer
 
 
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Return the context of all calls: reading the certificates takes longer than a call on a fast network."""
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
 class _Calls:
     """The connections of a request, which can be closed while they are in use."""
 
@@ -169,7 +178,7 @@ class _Calls:
 
     def handlers(self) -> list[urllib.request.AbstractHTTPHandler]:
         """Return handlers that make connections known here."""
-        handlers: list[Any] = [urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()]
+        handlers: list[Any] = [urllib.request.HTTPHandler(), urllib.request.HTTPSHandler(context=_certificates())]
         for handler, method, kind in zip(handlers, ("http_open", "https_open"),
                                          (http.client.HTTPConnection, http.client.HTTPSConnection), strict=True):
             setattr(handler, method, functools.partial(handler.do_open, functools.partial(self._connection, kind)))
