@@ -12,6 +12,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "jobs": "List, pause, resume and cancel jobs on any engine.",
         "sweep": "Search values of config keys with many runs, and stop bad ones early.",
         "elastic": "List the numbers of processes on which a run could continue.",
+        "serve_sampler": "Serve a model as the sampler of a run on this machine.",
         "diloco": "Coordinate islands: serve their updates, make certificates, show the state.",
     },
     "data": {

@@ -142,6 +142,9 @@ class RemoteSampler:
                         "it again", version=weights.version)
         began, before = time.monotonic(), self._sent
         if self.adapters:
+            if (base := server.base_version()) != "default":
+                raise UserError(KEY, f"{server.service.url} has weights that another run sent it ({base[:60]}), and "
+                                "adapters are for those that it began with", "start it again")
             server.load_adapter(weights.folder.absolute(), weights.version)
             if before and before != weights.version:
                 server.unload_adapter(before)

@@ -55,6 +55,15 @@ class VllmServer:
         """Return the version of its weights as it was told, or "default"."""
         return self._managed("/weight_info", None, {"weight_version": str})["weight_version"]
 
+    def base_version(self) -> str:
+        """Return the version of the weights that adapters are added to; "default" where the server does not say it."""
+        try:
+            return self._answer("/weight_info", None, {"weight_version": str})["weight_version"]
+        except Failed as error:
+            if error.may_pass:
+                raise
+            return "default"
+
     def load_model(self, folder: Path, version: str) -> None:
         """Replace its weights by those in a folder. Killed in between, it has no version that a run knows."""
         self._managed("/update_weight_version", {"new_version": LOADING})

@@ -298,6 +298,14 @@ def test_a_server_without_the_routes(built, server, tmp_path, monkeypatch):  # n
             data[0]
 
 
+def test_adapters_are_not_for_a_model_that_another_run_replaced(built, server, tmp_path):  # noqa: F811
+    server.version = "step-7-abc"
+    data = begun(built(), server, tmp_path, adapters=True)
+    data.see(0, 0)
+    with pytest.raises(jt.UserError, match=r"has weights that another run sent it \(step-7-abc\).*; start it again"):
+        data[0]
+
+
 def test_log_probabilities_of_another_temperature(built, server, tmp_path):  # noqa: F811
     processed = []
 
