@@ -1,10 +1,10 @@
-"""Serve a model as the sampler of a run on this machine (rl.sampler), on devices of its own.
+"""Serve a model as the sampler of a run on this machine.
 
     jaxtrain serve_sampler FOLDER --port=8000
     jaxtrain serve_sampler FOLDER --batch_size=256 --config.mesh.fsdp=4
 
-Loads a trained or published model, and prints the address for rl.sampler. A run sends it the weights of each step, as
-it does to vLLM. Only programs of this machine are answered. Ends at Ctrl-C or SIGTERM.
+Loads a trained or published model on devices of its own, and prints the address for rl.sampler. A run sends it the
+weights of each step, as it does to vLLM. Only programs of this machine are answered. Ends at Ctrl-C or SIGTERM.
 """
 
 import signal
