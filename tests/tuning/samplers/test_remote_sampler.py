@@ -6,10 +6,14 @@ test_vllm_sampler.py.
 
 import itertools
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -188,6 +192,46 @@ def test_a_run_that_goes_on(built, server, tmp_path, left, capsys):  # noqa: F81
     asked = sorted({number for number, _ in server.answered})
     assert asked == {"all": [], "none of the later ones": [3, 4, 5], "weights alone": [2, 3, 4, 5],
                      "nothing": [3, 4, 5]}[left]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_storm_over_a_run_and_its_sampler_changes_no_bit(files, tmp_path, rank):  # noqa: F811
+    """The run is killed six times, after so many answers of a server that dies all the time itself."""
+    keys = {"model.num_layers": 1, "model.embed_dim": 32, "model.max_seq_len": 32, "data.seq_len": 20, "train.steps": 8,
+            "data.global_batch_size": 8, "train.eval_every": 0, "checkpoint.every": 1, "rl.group_size": 4,
+            "rl.max_new_tokens": 6, "rl.staleness": 2, "rl.prompts": files / "prompts.jsonl", "lora.rank": rank,
+            "rl.reward": f"{files / 'reward.py'}:even"}
+    if rank:
+        (tmp_path / "text.txt").write_text("say 1: yes, and say 2: no.\n" * 200)
+        begin = {**{key: keys[key] for key in [*keys][:3]}, "data.seq_len": 20, "train.steps": 8, "data.source":
+                 tmp_path / "text.txt", "train.eval_every": 0}
+        assert main([f"--config={ROOT}/configs/gpt.py:tiny", f"--workdir={tmp_path / 'base'}",
+                     *(f"--config.{key}={value}" for key, value in begin.items())]) == 0
+        keys["train.init_from"] = tmp_path / "base"
+    flags = [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{key}={value}" for key, value in keys.items())]
+    calm = Vllm()
+    assert main([*flags, f"--config.rl.sampler={calm.url}", f"--workdir={tmp_path / 'calm'}"]) == 0
+    calm.kill()
+    left, answered = itertools.cycle([5, 2, 7, 3, 4]), threading.Semaphore(0)
+    server = Vllm(dies_after=lambda: next(left), answer=lambda asked, said: (answered.release(), said)[1])
+    flags += [f"--config.rl.sampler={server.url}", f"--workdir={tmp_path / 'storm'}"]
+    for many in (3, 9, 17, 11, 6, 13):
+        process = subprocess.Popen([sys.executable, "-m", "jaxtrain.main", *flags], stderr=subprocess.PIPE,
+                                   env=os.environ | {"PYTHONPATH": str(ROOT)})
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        assert all(answered.acquire(timeout=120) for _ in range(many))
+        process.kill()
+        process.wait()
+    assert main(flags) == 0
+    deaths = server.starts - 1
+    server.kill()
+    assert deaths >= 12
+    states = [jax.device_get(jt.load_model(tmp_path / name)[1].params) for name in ("calm", "storm")]
+    assert jax.tree.all(jax.tree.map(np.array_equal, *states))
+    for path in (tmp_path / "calm" / "rollouts").iterdir():
+        ours, theirs = (file.read_text().splitlines() for file in (tmp_path / "storm" / "rollouts" / path.name, path))
+        assert len(theirs) == 8 and ours == theirs
 
 
 @pytest.mark.exhaustive
