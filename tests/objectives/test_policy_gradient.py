@@ -51,7 +51,7 @@ CASES = {
     "critic, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, rl__kl=0.0, **CRITIC)),
 }
 # The others have losses and meshes that are in these, too, with or without a critic; adapters are in test_lora.py.
-SLOW = ("1f1b, context", "critic, all axes, without clipping", "masked, cispo")
+SLOW = ("1f1b, context", "critic, all axes, without clipping", "truncated, accumulation", "masked, cispo")
 
 
 def build(family, mesh=(1, 1, 1), **keys):

@@ -208,22 +208,26 @@ def test_a_storm_over_a_run_and_its_sampler_changes_no_bit(files, tmp_path, rank
                  tmp_path / "text.txt", "train.eval_every": 0}
         assert main([f"--config={ROOT}/configs/gpt.py:tiny", f"--workdir={tmp_path / 'base'}",
                      *(f"--config.{key}={value}" for key, value in begin.items())]) == 0
+
+    def started(flags):  # all in processes of their own, since programs of this one are compiled in another way
+        return subprocess.Popen([sys.executable, "-m", "jaxtrain.main", *flags], stderr=subprocess.DEVNULL,
+                                env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+    if rank:
         keys["train.init_from"] = tmp_path / "base"
     flags = [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{key}={value}" for key, value in keys.items())]
     calm = Vllm()
-    assert main([*flags, f"--config.rl.sampler={calm.url}", f"--workdir={tmp_path / 'calm'}"]) == 0
+    assert started([*flags, f"--config.rl.sampler={calm.url}", f"--workdir={tmp_path / 'calm'}"]).wait() == 0
     calm.kill()
     left, answered = itertools.cycle([5, 2, 7, 3, 4]), threading.Semaphore(0)
     server = Vllm(dies_after=lambda: next(left), answer=lambda asked, said: (answered.release(), said)[1])
     flags += [f"--config.rl.sampler={server.url}", f"--workdir={tmp_path / 'storm'}"]
     for many in (3, 9, 17, 11, 6, 13):
-        process = subprocess.Popen([sys.executable, "-m", "jaxtrain.main", *flags], stderr=subprocess.PIPE,
-                                   env=os.environ | {"PYTHONPATH": str(ROOT)})
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+        process = started(flags)
         assert all(answered.acquire(timeout=120) for _ in range(many))
         process.kill()
         process.wait()
-    assert main(flags) == 0
+    assert started(flags).wait() == 0
     deaths = server.starts - 1
     server.kill()
     assert deaths >= 12
