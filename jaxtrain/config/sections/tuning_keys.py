@@ -159,9 +159,9 @@ class RLConfig:
     clip_high: float = number(0.28, least=0)  # PPO clip range, upper side (clip-higher); 0: same as clip
     # probability ratio of each "token", or its geometric mean over the whole "sequence" (GSPO)
     ratio: str = choice("token", "token", "sequence")
-    # correction for a sampler with other probabilities than the trainer: "": the clipped ratio alone; "truncate": tokens
-    # weighted by the ratio of the two, at most correction_high; "mask": likewise, without tokens with a ratio below
-    # correction_low or above correction_high
+    # correction for a sampler with other probabilities than the trainer: "": the clipped ratio alone; "truncate":
+    # tokens weighted by the ratio of the two, at most correction_high; "mask": the same, and tokens with a ratio below
+    # correction_low or above correction_high are left out
     correction: str = choice("", "", "truncate", "mask")
     correction_low: float = number(0.5, least=0, most=1.0, fix="try 0.5")  # with correction=mask: the least ratio
     correction_high: float = number(2.0, least=1.0, fix="try 2")  # with correction: the largest ratio
