@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.rewards import answers_of_step, equal_groups, totals_of, with_lengths
 from jaxtrain.tuning.rollout_files import RolloutFiles, Round
 from jaxtrain.tuning.samplers import Sampler
+from jaxtrain.tuning.samplers.remote_rounds import Wanted, round_of
 from jaxtrain.tuning.scorers import Scorers
 from jaxtrain.tuning.teacher_scores import TeacherScores, sampled_of
 from jaxtrain.tuning.values import known_of, valued
@@ -169,17 +171,16 @@ class Rollouts:
         """Return the answers for this first step, and have them scored; `step` is the one whose batch is asked for."""
         import jax
 
-        made, (seen, state) = max(0, first - self.staleness), self._seen  # made: before which step they are
-        numbers = self._numbers(first)
+        made, numbers = max(0, first - self.staleness), self._numbers(first)  # made: before which step they are
         if self.sampler is not None:
-            return self._round_elsewhere(self.sampler, first, made, step, numbers)
-        found = self._kept(first, made, numbers) if made < step else None
-        if found is None:
-            if seen != step or (made < step and self.folder is None):
-                raise UserError("batch", f"that of step {max(first, step)} is made of the model's answers at step "
-                                f"{made}", f"call run.data.see({made}, state) first")
-            if made < step:
-                self._tell_missing(first, made, step)
+            wanted = Wanted(made, step, numbers, [self.prompts[n] for n in numbers], [self.seed, first])
+            kept = self._kept(first, made, numbers)
+            found = round_of(self.sampler, wanted, kept, partial(self._state, first, made, step),
+                             partial(self._answers_came, first))
+            if found is not kept:
+                return found
+        elif (found := self._kept(first, made, numbers) if made < step else None) is None:
+            state = self._state(first, made, step)
             found = (Round(numbers, self._answered(first, numbers, state), step)
                      if self.sampling_rounds == 1 else self._unequal(first, step, state))
             if self.staleness or found.scores is not None:
@@ -188,53 +189,31 @@ class Rollouts:
             self._have_scored(first, found)
         return found
 
+    def _state(self, first: int, made: int, step: int) -> TrainState:
+        """Return the state that answers before this step, in place of an earlier one where `made` says so."""
+        import jax
+
+        seen, state = self._seen
+        if seen != step or (made < step and self.folder is None):
+            raise UserError("batch", f"that of step {max(first, step)} is made of the model's answers at step "
+                            f"{made}", f"call run.data.see({made}, state) first")
+        if made < step and jax.process_index() == 0:
+            assert self.folder is not None and self._files is not None
+            events.tell(self.folder.parent, "rollouts_missing", f"{self._files.path(first)} is missing: the model "
+                        f"of step {step} answers in place of that of step {made}", step=step)
+        return state
+
+    def _answers_came(self, first: int, one: Round) -> None:
+        """Take the answers of another process, on a thread of the first one."""
+        self._keep(first, one)
+        self._have_scored(first, one)
+
     def _have_scored(self, first: int, one: Round) -> None:
         """Ask for the rewards of answers, where steps go on meanwhile. The first process makes the call."""
         beside = self.staleness > 0 and self.scorers.on_host
         # Answers behind the last step are for a run that is given more of them.
         if beside and one.scores is None and first < self.run.config.train.steps:
             self._pending.ask(first, *self._asked(one))
-
-    def _tell_missing(self, first: int, made: int, step: int) -> None:
-        import jax
-
-        if jax.process_index() == 0:
-            assert self.folder is not None and self._files is not None
-            events.tell(self.folder.parent, "rollouts_missing", f"{self._files.path(first)} is missing: the model "
-                        f"of step {step} answers in place of that of step {made}", step=step)
-
-    def _round_elsewhere(self, sampler: Sampler, first: int, made: int, step: int, numbers: list[int]) -> Round:
-        """Return the answers of a sampler in another process, which come while steps go on; or those on record.
-
-        What it answers cannot be made again to the bit: answers of the weights that are here now count as well.
-        """
-        import jax
-
-        seen, state = self._seen
-        found = self._kept(first, made, numbers)
-        weights = sampler.kept(made) if found is None and made < step else None
-        if weights is None and (found is None or made == step):
-            if seen != step:
-                raise UserError("batch", f"that of step {max(first, step)} is made of the model's answers at step "
-                                f"{made}", f"call run.data.see({made}, state) first")
-            if made < step:
-                self._tell_missing(first, made, step)
-            weights = sampler.written(step, state)
-        if found is None or (weights is not None and found.weights != weights.version):
-            assert weights is not None
-            one = Round(numbers, [], weights.step, weights=weights.version)
-            seeds = np.random.SeedSequence([self.seed, first]).generate_state(len(numbers)).tolist()
-
-            def record(answers: list[Generated]) -> None:
-                answered = replace(one, answers=answers)
-                self._keep(first, answered)
-                self._have_scored(first, answered)
-
-            one.answers = sampler.ask([self.prompts[n] for n in numbers], seeds, weights, record)
-            return one
-        if jax.process_index() == 0:
-            self._have_scored(first, found)
-        return found
 
     def _unequal(self, first: int, step: int, state: TrainState) -> Round:
         """Return answers in groups with unequal rewards, of as many rounds as that takes and as there may be.
