@@ -13,6 +13,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "sweep": "Search values of config keys with many runs, and stop bad ones early.",
         "elastic": "List the numbers of processes on which a run could continue.",
         "serve_training": "Serve the Tinker API: clients train adapters of a model here, and sample.",
+        "serve_sampler": "Serve a model as the sampler of a run on this machine.",
         "diloco": "Coordinate islands: serve their updates, make certificates, show the state.",
     },
     "data": {

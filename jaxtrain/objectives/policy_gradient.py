@@ -7,6 +7,12 @@ before each of these targets, and `returns`, what should have been.
 
 DeepSeekMath (GRPO, arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071); proximal clipping:
 Schulman et al. (1707.06347), with clipped values as in their implementation (Huang et al., 2403.17031).
+
+A sampler in other programs, in another precision or of earlier weights draws from another distribution than the policy
+that is trained. `rl.correction` weights the loss of a token by the ratio of the two: "truncate" lowers a ratio that is
+too large to a bound (truncated importance sampling: Yao et al., "Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training", 2025), "mask" leaves out tokens whose ratio is outside of bounds on either side (IcePop, arXiv
+2510.18855).
 """
 
 from dataclasses import dataclass, replace
@@ -29,6 +35,8 @@ ARRAYS = ("advantages", "sampled", "rewards", "answers")
 VALUES = ("returns", "values")  # with a value head
 METRICS = ("kl", "kl_sampled", "clipped", "logp", "entropy")  # means over tokens
 VALUE_METRICS = ("value_loss", "value_clipped")  # likewise, with a value head
+# Of the gaps between log-probabilities: buckets to a factor of 2, and the powers of 2 that they go from and to.
+EACH, LEAST, MOST = 8, -24, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +103,9 @@ class PolicyGradient(WithReference):
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the mean reward, the mean length of answers, and means over the tokens that are trained on.
 
-        `kl_sampled`: the divergence of the policy from the one that sampled; `clipped`: the share of tokens whose ratio
-        had no gradient, or with CISPO was cut; `entropy`: that of the policy's prediction of a token, in nats, at the
+        `kl_sampled`: the divergence of the policy from the one that sampled; `sampler_mismatch`: how far their
+        log-probabilities are apart; `clipped`: the share of tokens whose ratio had no gradient, or was cut by CISPO or
+        by `rl.correction`; `entropy`: that of the policy's prediction of a token, in nats, at the
         temperature of sampling. `explained_variance`: 1 where values are the returns, 0 where a constant
         is as good.
         """
@@ -107,6 +116,7 @@ class PolicyGradient(WithReference):
             left, all_of_it = (sums[f"{name}_squared"] / tokens - jnp.square(sums[name] / tokens)
                                for name in ("value_error", "returns"))
             found["explained_variance"] = 1 - left / jnp.maximum(all_of_it, 1e-8)
+        found |= _mismatch_metrics(sums, tokens)
         generated = sums.get("tokens_generated", sums["tokens_learnt"])
         return {"reward": sums["rewards"] / answers, "answer_tokens": generated / answers, **found,
                 **self.router_metrics(sums)}
@@ -119,7 +129,9 @@ def _of_rows(c: RLConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, 
     lengths_BT = jnp.maximum(segments.spread(segments.sums(learnt_BT)), 1)
     if c.ratio == "sequence":
         log_ratio_BT = segments.spread(segments.sums(log_ratio_BT * learnt_BT)) / lengths_BT
+    log_ratio_BT, weight_BT, out_BT = _corrected(c, log_ratio_BT)
     loss_BT, stuck_BT = SURROGATES[c.surrogate](c, jnp.exp(log_ratio_BT), advantages_BT, batch["policy"])
+    loss_BT, stuck_BT = weight_BT * loss_BT, stuck_BT | out_BT
     kl_BT = jnp.zeros_like(loss_BT)
     if REFERENCE in batch:
         kl_BT = _divergence(jnp.where(learnt_BT > 0, batch[REFERENCE] - batch["policy"], 0))
@@ -136,6 +148,7 @@ def _of_rows(c: RLConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, 
               "entropy": batch["entropy"]}
     sums = {name: (learnt_BT * x_BT).sum() for name, x_BT in found.items()}
     sums |= {name: batch[name].sum() for name in ("rewards", "answers")} | {"tokens_learnt": learnt_BT.sum()}
+    sums |= _mismatch_sums(batch["policy"] - batch["sampled"], learnt_BT)
     if c.mask_truncated:
         sums["tokens_generated"] = _generated(batch, segments).sum()
     return (share_BT * loss_BT).sum(), lax.stop_gradient(sums)
@@ -161,6 +174,43 @@ def _cispo(c: RLConfig, ratio_BT: jax.Array, advantages_BT: jax.Array,
 
 
 SURROGATES = {"ppo": _ppo, "cispo": _cispo}
+
+
+def _corrected(c: RLConfig, log_ratio_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the log-ratio for the surrogate, the weight of each token's loss, and whether its ratio was out of bounds.
+
+    Without a correction the surrogate has the ratio to the sampler, which its own clipping bounds. With one, it has the
+    ratio to the policy before the step, which is 1 but has the gradient.
+    """
+    if not c.correction:
+        return log_ratio_BT, jnp.ones_like(log_ratio_BT), jnp.zeros_like(log_ratio_BT, bool)
+    before_BT = lax.stop_gradient(log_ratio_BT)
+    ratio_BT = jnp.exp(before_BT)
+    out_BT = ratio_BT > c.correction_high
+    if c.correction == "mask":
+        out_BT |= ratio_BT < c.correction_low
+    weight_BT = jnp.where(out_BT, c.correction_high if c.correction == "truncate" else 0.0, ratio_BT)
+    return log_ratio_BT - before_BT, weight_BT, out_BT
+
+
+def _mismatch_sums(gap_BT: jax.Array, learnt_BT: jax.Array) -> dict[str, jax.Array]:
+    """Return the sum of absolute gaps of log-probabilities, and the number of tokens by the size of their gaps.
+
+    Sums over devices and micro-batches are all that a loss can report: the largest gap is read off the counts.
+    """
+    gap_BT = jnp.abs(gap_BT) * learnt_BT
+    places = jnp.floor(EACH * (jnp.log2(jnp.maximum(gap_BT, 2.0**LEAST)) - LEAST)).astype(jnp.int32)
+    places, size = jnp.where(gap_BT > 0, places + 1, 0), EACH * (MOST - LEAST) + 1  # bucket 0: equal to the last bit
+    counts = jax.ops.segment_sum(learnt_BT.reshape(-1), jnp.minimum(places, size - 1).reshape(-1), size)
+    return {"sampler_mismatch": gap_BT.sum(), "sampler_mismatch_counts": counts}
+
+
+def _mismatch_metrics(sums: dict[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
+    """Return the mean of the gaps of all tokens and the largest, which is rounded up to 2 to the power of n / 8."""
+    counts = sums["sampler_mismatch_counts"]
+    top = jnp.max(jnp.where(counts > 0, jnp.arange(len(counts)), 0))
+    largest = jnp.where(top > 0, jnp.exp2(top / EACH + LEAST), 0.0)
+    return {"sampler_mismatch": sums["sampler_mismatch"] / tokens, "sampler_mismatch_max": largest}
 
 
 def _generated(batch: Batch, segments: Segments) -> jax.Array:

@@ -29,7 +29,8 @@ _FREE: dict[str, Set[str] | None] = {
     "evaluation": None,  # all of their keys
     # The same text elsewhere is the same data: the manifest's hash tells. Rows that are not lost stay where they were.
     "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source", "workers"},
-    "optimizer": {"zero_stage", "offload"}, "rl": {"reward_timeout_s"},
+    "optimizer": {"zero_stage", "offload"},
+    "rl": {"reward_timeout_s", "sampler", "sampler_timeout_s", "sampler_folder"},
     "diloco": {"meeting", "keys", "max_age", "snapshot_every"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "loss_kernel", "log_every",
               "eval_every", "eval_batches", "patience", "sample_tokens", "progress", "check_memory", "expert_exchange",

@@ -7,6 +7,7 @@ import http.client
 import json
 import queue
 import socket
+import ssl
 import threading
 import time
 import urllib.error
@@ -23,6 +24,20 @@ from jaxtrain.redaction import is_hidden
 
 TRIES = 4
 PAUSE_S = 1.0  # before the second try; twice as long before each later one
+SAID = 2**12  # bytes that are read of what a service says of an error
+
+
+class Failed(Exception):
+    """A request without an answer. `status`: what the service says, 0 where it says nothing; `said`: the body."""
+
+    def __init__(self, why: str, status: int = 0, said: str = ""):
+        super().__init__(why)
+        self.status, self.said = status, said
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether it may be otherwise when the service is asked again."""
+        return self.status in (0, 429) or self.status >= 500
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -57,28 +72,33 @@ class HttpService:
 
     def posted(self, content: JsonMapping) -> bytes:
         """Return what the service answers to this JSON, after several tries where an error may pass."""
-        return self._tried(json.dumps(content).encode())
-
-    def _tried(self, content: bytes) -> bytes:
         why = ""
         for attempt in range(TRIES):
             if attempt:
                 time.sleep(PAUSE_S * 2 ** (attempt - 1))
             try:
-                return self._posted(content)
-            except urllib.error.HTTPError as error:
-                error.close()
-                why = f"answers {error.code} {error.reason}"
-                if error.code != 429 and error.code < 500:
+                return self.once(content)
+            except Failed as error:
+                why = f"{error}"
+                if not error.may_pass:
                     raise UserError(self.key, f"{self.url} {why}",
                                     "check the URL and the format that its server accepts") from None
-            except (OSError, http.client.HTTPException) as error:
-                cause = getattr(error, "reason", error)
-                why = f"does not answer ({str(cause) or type(cause).__name__})"
         raise UserError(self.key, f"{self.url} {why}, in {TRIES} tries of at most {self.timeout_s:g} s",
                         f"check that the {self.kind} is up, or raise rl.reward_timeout_s")
 
-    def _posted(self, content: bytes) -> bytes:
+    def once(self, content: JsonMapping | None) -> bytes:
+        """Return what the service answers to this JSON, or to a GET without any; raise `Failed` if it does not."""
+        try:
+            return self._posted(None if content is None else json.dumps(content).encode())
+        except urllib.error.HTTPError as error:
+            error.close()
+            said = getattr(error, "said", b"").decode(errors="replace")
+            raise Failed(f"answers {error.code} {error.reason}", error.code, said) from None
+        except (OSError, http.client.HTTPException) as error:
+            cause = getattr(error, "reason", error)
+            raise Failed(f"does not answer ({str(cause) or type(cause).__name__})") from None
+
+    def _posted(self, content: bytes | None) -> bytes:
         parts = urllib.parse.urlsplit(self.url)
         user, _, place = parts.netloc.rpartition("@")
         headers = {"Content-Type": "application/json"}
@@ -124,6 +144,10 @@ def _before_deadline(request: urllib.request.Request, seconds: float,
             opener = urllib.request.build_opener(_NoRedirects, *calls.handlers())
             with opener.open(request, timeout=seconds) as response:
                 found.put(body(response))
+        except urllib.error.HTTPError as error:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                error.said = error.read(SAID)  # type: ignore[attr-defined]
+            found.put(error)
         except BaseException as error:
             found.put(error)
     threading.Thread(target=ask, name="service", daemon=True).start()
@@ -138,6 +162,14 @@ def _before_deadline(request: urllib.request.Request, seconds: float,
     return answer
 
 
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Return the context of all calls: reading the certificates takes longer than a call on a fast network."""
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
 class _Calls:
     """The connections of a request, which can be closed while they are in use."""
 
@@ -146,7 +178,7 @@ class _Calls:
 
     def handlers(self) -> list[urllib.request.AbstractHTTPHandler]:
         """Return handlers that make connections known here."""
-        handlers: list[Any] = [urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()]
+        handlers: list[Any] = [urllib.request.HTTPHandler(), urllib.request.HTTPSHandler(context=_certificates())]
         for handler, method, kind in zip(handlers, ("http_open", "https_open"),
                                          (http.client.HTTPConnection, http.client.HTTPSConnection), strict=True):
             setattr(handler, method, functools.partial(handler.do_open, functools.partial(self._connection, kind)))

@@ -24,6 +24,7 @@ from jaxtrain.tuning.environments.loading import environment_of
 from jaxtrain.tuning.environments.protocol import Environment
 from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.rollouts import Rollouts
+from jaxtrain.tuning.samplers import sampler_of
 from jaxtrain.tuning.scorers import Scorers
 from jaxtrain.tuning.teacher_scores import TeacherScores
 
@@ -41,10 +42,11 @@ def on_answers(run: Run, workdir: str | Path | None = None) -> "Rollouts":
                TeacherScores.of(run, tokenizer, began_with.get("teacher_model", {})))
     ends = _ends(run, workdir, tokenizer)
     kind = AnswerPairs if run.config.preference.loss else Rollouts
+    sampler = sampler_of(run, tokenizer, [*(chat.ends() if chat else []), *ends], folder and folder.parent)
     environment = environment_of(run.config) if c.environment else None
     tasks = _tasks(environment) if environment else []
     records = tasks if environment and c.prompts == ENVIRONMENT else read_prompts(c.prompts)
-    return kind(run, records, scorers, tokenizer, folder, chat, ends, teacher, environment)
+    return kind(run, records, scorers, tokenizer, folder, chat, ends, teacher, environment, sampler)
 
 
 def _tasks(environment: Environment) -> list[JsonObject]:

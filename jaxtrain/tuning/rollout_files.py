@@ -21,10 +21,11 @@ class Round:
     """The answers that one step, or several with `rl.reuse`, are trained on."""
 
     numbers: list[int]  # of each answer's prompt
-    answers: list[Generated]
+    answers: Sequence[Generated]
     policy_step: int  # the steps that the model had made that answered
     scores: list[list[float]] | None = None  # of each answer by each scorer; None: not known yet
     taught: list[list[float]] | None = None  # log-probability of each token by the teacher; None: not known, or none
+    weights: str = ""  # the version of the weights that another process answered by; "": this run answered
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class RolloutFiles:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps({"prompt": self.records[n]["prompt"], "number": n, **self._scored(one, totals, at),
-                             "policy_step": one.policy_step, **asdict(answer)}, ensure_ascii=False)
+                             "policy_step": one.policy_step, **({"weights": one.weights} if one.weights else {}),
+                             **asdict(answer)}, ensure_ascii=False)
                  for at, (n, answer) in enumerate(zip(one.numbers, one.answers, strict=True))]
         atomic_files.write(self.path(first), "".join(f"{line}\n" for line in lines), durable=durable)
 
@@ -85,12 +87,13 @@ class RolloutFiles:
             kind, more = ((Conversation, FORM) if self.turns else (Valued, {"values": [float]}) if self.valued else
                           (Generated, {}))
             lines = [parsed(line, {"reward?": float | int, "scores?": dict, "number?": int, "policy_step?": int,
-                                   "tokens": [int], "logprobs": [float], **more})
+                                   "weights?": str, "tokens": [int], "logprobs": [float], **more})
                      for line in read(path, LARGE).splitlines()]
             made = lines[0].get("policy_step", made) if lines else made
+            weights = lines[0].get("weights", "") if lines else ""
             scores = [self._scores(line) for line in lines if "reward" in line]
             taught = [[float(x) for x in line["taught"]] for line in lines if self.taught and "reward" in line]
-            others = ("prompt", "number", "policy_step", "reward", "scores", "taught")
+            others = ("prompt", "number", "policy_step", "reward", "scores", "taught", "weights")
             rest: list[JsonObject] = [{key: tuple(value) if isinstance(value, list) else value
                                        for key, value in line.items() if key not in others} for line in lines]
             found: list[Generated] = [kind(**one) for one in rest]
@@ -105,7 +108,7 @@ class RolloutFiles:
         if any(not 0 <= n < len(self.records) or line["prompt"] != self.records[n]["prompt"]
                for n, line in zip(asked, lines, strict=True)):
             raise UserError("rl", f"{path} has answers to other prompts", FIX)
-        return Round(asked, found, made, scores or None, taught or None)
+        return Round(asked, found, made, scores or None, taught or None, weights)
 
     def _scores(self, line: JsonMapping) -> list[float]:
         """Return the score by each scorer; files of earlier versions have one reward."""

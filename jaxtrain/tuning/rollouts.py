@@ -40,6 +40,8 @@ from jaxtrain.tuning.pending_rewards import PendingRewards
 from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.rewards import answers_of_step, equal_groups, totals_of, with_lengths
 from jaxtrain.tuning.rollout_files import RolloutFiles, Round
+from jaxtrain.tuning.samplers import Sampler
+from jaxtrain.tuning.samplers.remote_rounds import Wanted, round_of
 from jaxtrain.tuning.scorers import Scorers
 from jaxtrain.tuning.teacher_scores import TeacherScores, sampled_of
 from jaxtrain.tuning.values import known_of, valued
@@ -53,7 +55,8 @@ class Rollouts:
 
     def __init__(self, run: Run, records: Sequence[JsonObject], scorers: Scorers, tokenizer: Tokenizer,
                  folder: Path | None = None, chat: Chat | None = None, ends: Sequence[int] = (),
-                 teacher: TeacherScores | RemoteTeacher | None = None, environment: Environment | None = None):
+                 teacher: TeacherScores | RemoteTeacher | None = None, environment: Environment | None = None,
+                 sampler: Sampler | None = None):
         """Take prompts.
 
         Args:
@@ -62,6 +65,7 @@ class Rollouts:
             ends: tokens that end answers as well.
             teacher: whose log-probabilities are added to advantages.
             environment: what the model talks to about prompts; None: it answers them once.
+            sampler: what answers in place of this run, in another process.
         """
         self.run, self.records, self.scorers, self.tokenizer, self.folder = run, records, scorers, tokenizer, folder
         config, c = run.config, run.config.rl
@@ -86,6 +90,7 @@ class Rollouts:
         self.teacher = teacher
         if teacher is not None:
             self.identity |= {"teacher": redacted(self.settings.teacher), "teacher_model": teacher.checkpoint}
+        self.sampler = sampler
         if environment:
             self.identity["environment"] = redacted(c.environment)
         self._pending = PendingRewards(scorers.asked, scorers.threads(self.staleness))
@@ -109,6 +114,8 @@ class Rollouts:
 
     def _begin(self) -> None:
         """Have seen no state, and made no answers."""
+        if self.sampler is not None:
+            self.sampler.forget()
         self._pending.forget()
         self._seen: tuple[int, Any] = (-1, None)
         self._rounds: dict[int, Round] = {}  # by their first steps: that of this step, and those made ahead
@@ -117,7 +124,7 @@ class Rollouts:
     def pop_fields(self) -> dict[str, float]:
         """Return what was measured since the last call, for the line of a step."""
         found, self._fields = self._fields, {}
-        return found
+        return found | (self.sampler.pop_fields() if self.sampler is not None else {})
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         """Return the answers to the prompts of this step, with their advantages."""
@@ -162,26 +169,49 @@ class Rollouts:
         """Return the answers for this first step, and have them scored; `step` is the one whose batch is asked for."""
         import jax
 
-        made, (seen, state) = max(0, first - self.staleness), self._seen  # made: before which step they are
-        numbers = self._numbers(first)
-        found = self._kept(first, made, numbers) if made < step else None
-        if found is None:
-            if seen != step or (made < step and self.folder is None):
-                raise UserError("batch", f"that of step {max(first, step)} is made of the model's answers at step "
-                                f"{made}", f"call run.data.see({made}, state) first")
-            if made < step and jax.process_index() == 0:
-                assert self.folder is not None and self._files is not None
-                events.tell(self.folder.parent, "rollouts_missing", f"{self._files.path(first)} is missing: the model "
-                            f"of step {step} answers in place of that of step {made}", step=step)
+        made, numbers = max(0, first - self.staleness), self._numbers(first)  # made: before which step they are
+        if self.sampler is not None:
+            wanted = Wanted(made, step, numbers, [self.prompts[n] for n in numbers], [self.seed, first])
+            kept = self._kept(first, made, numbers)
+            found = round_of(self.sampler, wanted, kept, partial(self._state, first, made, step),
+                             partial(self._answers_came, first))
+            if found is not kept:
+                return found
+        elif (found := self._kept(first, made, numbers) if made < step else None) is None:
+            state = self._state(first, made, step)
             found = (Round(numbers, self._answered(first, numbers, state), step)
                      if self.sampling_rounds == 1 else self._unequal(first, step, state))
             if self.staleness or found.scores is not None:
                 self._keep(first, found)
+        if jax.process_index() == 0:
+            self._have_scored(first, found)
+        return found
+
+    def _state(self, first: int, made: int, step: int) -> TrainState:
+        """Return the state that answers before this step, in place of an earlier one where `made` says so."""
+        import jax
+
+        seen, state = self._seen
+        if seen != step or (made < step and self.folder is None):
+            raise UserError("batch", f"that of step {max(first, step)} is made of the model's answers at step "
+                            f"{made}", f"call run.data.see({made}, state) first")
+        if made < step and jax.process_index() == 0:
+            assert self.folder is not None and self._files is not None
+            events.tell(self.folder.parent, "rollouts_missing", f"{self._files.path(first)} is missing: the model "
+                        f"of step {step} answers in place of that of step {made}", step=step)
+        return state
+
+    def _answers_came(self, first: int, one: Round) -> None:
+        """Take the answers of another process, on a thread of the first one."""
+        self._keep(first, one)
+        self._have_scored(first, one)
+
+    def _have_scored(self, first: int, one: Round) -> None:
+        """Ask for the rewards of answers, where steps go on meanwhile. The first process makes the call."""
         beside = self.staleness > 0 and self.scorers.on_host
         # Answers behind the last step are for a run that is given more of them.
-        if beside and found.scores is None and first < self.run.config.train.steps and jax.process_index() == 0:
-            self._pending.ask(first, *self._asked(found))
-        return found
+        if beside and one.scores is None and first < self.run.config.train.steps:
+            self._pending.ask(first, *self._asked(one))
 
     def _unequal(self, first: int, step: int, state: TrainState) -> Round:
         """Return answers in groups with unequal rewards, of as many rounds as that takes and as there may be.
@@ -300,6 +330,10 @@ class Rollouts:
     def _scored_round(self, first: int) -> Round:
         """Return this first step's answers with their scores; waits for these if they are pending, and keeps them."""
         one = self._rounds[first]
+        if self.sampler is not None:
+            began = time.perf_counter()
+            list(one.answers)
+            self._took("sampler_wait_s", began)
         if one.scores is None:
             one.scores = self._scored(first, one)
             if self.teacher is not None:
@@ -382,7 +416,8 @@ class Rollouts:
         if self._files is not None and not jax.process_index():
             totals = None if one.scores is None else totals_of(self.settings, self._with_lengths(one)).tolist()
             # Checkpoints to come depend on those that are read again.
-            self._files.write(first, one, totals, durable=self.staleness > 0 or self.reuse > 1)
+            again = self.staleness > 0 or self.reuse > 1 or self.sampler is not None
+            self._files.write(first, one, totals, durable=again)
 
     def _kept(self, first: int, made: int, numbers: list[int]) -> Round | None:
         """Read the answers to these prompts of a step that an earlier state made; None if there are none."""

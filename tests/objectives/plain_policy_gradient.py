@@ -46,12 +46,18 @@ def loss(c, model, params, frozen, batch):
             log_ratio = new[row, at] - batch["sampled"][row, at]
             if c.ratio == "sequence":
                 log_ratio = jnp.full(len(at), log_ratio.mean())
-            ratio, advantage = jnp.exp(log_ratio), batch["advantages"][row, at]
+            advantage, weight = batch["advantages"][row, at], 1.0
+            if c.correction:  # the ratio is to the policy before the step
+                sampler = jax.lax.stop_gradient(jnp.exp(log_ratio))
+                weight = jnp.minimum(sampler, c.correction_high) if c.correction == "truncate" else (
+                    sampler * ((c.correction_low <= sampler) & (sampler <= c.correction_high)))
+                log_ratio -= jax.lax.stop_gradient(log_ratio)
+            ratio = jnp.exp(log_ratio)
             clipped = jnp.clip(ratio, 1 - c.clip, 1 + (c.clip_high or c.clip))
             kl = jnp.exp(old[row, at] - new[row, at]) - (old[row, at] - new[row, at]) - 1
-            by_token = -jnp.minimum(ratio * advantage, clipped * advantage) + c.kl * kl
+            by_token = -weight * jnp.minimum(ratio * advantage, clipped * advantage) + c.kl * kl
             if c.surrogate == "cispo":
-                weight = jax.lax.stop_gradient(jnp.minimum(ratio, 1 + c.clip_high))
+                weight *= jax.lax.stop_gradient(jnp.minimum(ratio, 1 + c.clip_high))
                 by_token = -weight * advantage * new[row, at] + c.kl * kl
             if c.baseline == "value":
                 values.append(squares(c, expected[row, at], batch["values"][row, at], batch["returns"][row, at]))
@@ -62,7 +68,8 @@ def loss(c, model, params, frozen, batch):
             kls.append(kl.sum())
     weights = batch["weights"] if c.loss == "dapo" else batch["answers"]
     penalties = sum((weights.sum(1) * penalty).sum() for penalty, _ in told)
-    means = {"kl": sum(kls) / batch["weights"].sum(),
+    gaps = jnp.abs(new - batch["sampled"]) * (batch["weights"] > 0)
+    means = {"kl": sum(kls) / batch["weights"].sum(), "gap": gaps.sum() / batch["weights"].sum(), "most": gaps.max(),
              "entropy": (entropy * batch["weights"]).sum() / batch["weights"].sum()}
     if values:
         means["value_loss"] = sum(map(jnp.sum, values)) / 2 / batch["weights"].sum()

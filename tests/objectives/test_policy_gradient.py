@@ -25,6 +25,13 @@ CASES = {
     "ring, sequence ratios": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, mesh__context_strategy="ring",
                                             rl__ratio="sequence",
                                             rl__clip=0.05, rl__clip_high=0.07, rl__loss="grpo")),
+    "truncated, accumulation": ("llama", dict(mesh=(1, 2, 2), train__accumulation=2, rl__loss="grpo",
+                                              rl__correction="truncate", rl__correction_high=1.2)),
+    "masked, sequence ratios": ("llama", dict(mesh=(1, 2, 1), mesh__context=2, rl__ratio="sequence",
+                                              rl__correction="mask", rl__correction_low=0.85,
+                                              rl__correction_high=1.15, rl__mask_truncated=True)),
+    "masked, cispo": ("gpt2", dict(rl__surrogate="cispo", rl__correction="mask", rl__correction_low=0.7,
+                                   rl__correction_high=1.4, rl__kl=0.0)),
     "1f1b, context": ("llama", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2, rl__ratio="sequence",
                                     rl__loss="grpo", rl__entropy=0.1)),
     "zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__rank=3)),
@@ -44,7 +51,7 @@ CASES = {
     "critic, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, rl__kl=0.0, **CRITIC)),
 }
 # The others have losses and meshes that are in these, too, with or without a critic; adapters are in test_lora.py.
-SLOW = ("1f1b, context", "critic, all axes, without clipping")
+SLOW = ("1f1b, context", "critic, all axes, without clipping", "truncated, accumulation", "masked, cispo")
 
 
 def build(family, mesh=(1, 1, 1), **keys):
@@ -70,6 +77,8 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
     if c.rl.kl:
         assert float(metrics["kl"]) == pytest.approx(float(means["kl"]), rel=1e-4)
     assert float(metrics["entropy"]) == pytest.approx(float(means["entropy"]), rel=1e-5)
+    assert float(metrics["sampler_mismatch"]) == pytest.approx(float(means["gap"]), rel=1e-4)
+    assert 1 <= float(metrics["sampler_mismatch_max"]) / float(means["most"]) < 2**(1 / 8) + 1e-4
     if c.rl.value_head:
         assert "value_head" in run.abstract.params and "value_head" not in run.abstract.frozen.get("reference", {})
         assert float(metrics["value_loss"]) == pytest.approx(float(means["value_loss"]), rel=1e-4)

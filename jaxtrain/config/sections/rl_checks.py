@@ -10,6 +10,8 @@ from jaxtrain.errors import UserError
 def check(config: Any) -> None:
     """Refuse what does not go with `rl.prompts`."""
     c, data, train = config.rl, config.data, config.train
+    _check_sampler(c)
+    _check_several(c)
     if config.preference.loss:
         _check_pairs(config.preference, c)
     elif data.global_batch_size % c.group_size:
@@ -43,7 +45,7 @@ def check(config: Any) -> None:
 
 # What policy gradients read, and losses of pairs do not.
 OF_GRADIENTS = ("exact replay_routes teacher teacher_weight loss ratio surrogate clip clip_high kl entropy baseline "
-                "scale gamma gae_lambda value_loss value_clip combine")
+                "scale gamma gae_lambda value_loss value_clip combine correction correction_low correction_high")
 
 
 def _check_pairs(preference: PreferenceConfig, rl: RLConfig) -> None:
@@ -58,3 +60,35 @@ def _check_pairs(preference: PreferenceConfig, rl: RLConfig) -> None:
     for key in fields(rl):
         if key.name in OF_GRADIENTS.split() and getattr(rl, key.name) != key.default:
             raise UserError(f"rl.{key.name}", f"preference.loss={loss} does not read it", "leave one of them out")
+
+
+def _check_sampler(c: RLConfig) -> None:
+    """Refuse keys that do not go with a sampler in another process, or with a correction for it."""
+    for key, value in (("sampling_rounds", c.sampling_rounds > 1), ("gather_weights", c.gather_weights),
+                       ("baseline", c.value_head), ("exact", c.exact), ("replay_routes", c.replay_routes),
+                       ("environment", bool(c.environment))):
+        if c.sampler and value:
+            raise UserError(f"rl.{key}", f"{getattr(c, key)} is for answers that are made on the run's own mesh",
+                            "leave it out, or leave out rl.sampler")
+    if c.correction and c.reuse > 1:
+        raise UserError("rl.correction", f"it needs the policy before the step, and with rl.reuse={c.reuse} later "
+                        "steps have another one", "leave one of them out")
+
+
+def _check_several(c: RLConfig) -> None:
+    """Refuse weights and ways of adding that do not go with the rewards."""
+    if c.reward_weights and len(c.reward_weights) != len(c.rewards):
+        raise UserError("rl.reward_weights", f"there are {len(c.reward_weights)} weights for "
+                        f"{len(c.rewards)} rewards", "give one for each in rl.reward, or leave it out")
+    if c.combine == "normalize" and (c.value_head or c.baseline == "others" or c.scale != "group"):
+        raise UserError("rl.combine", "normalize compares each reward with the mean and the standard deviation of "
+                        "its group", "leave rl.baseline and rl.scale out, or set rl.combine=sum")
+    if c.sampling_rounds > 1 and (c.value_head or c.teacher):
+        key = "baseline=value" if c.value_head else "teacher"
+        raise UserError("rl.sampling_rounds", f"with rl.{key} groups of equal rewards teach something too",
+                        "leave it out")
+    if c.credit == "turn" and c.combine == "normalize":
+        raise UserError("rl.combine", "rl.credit=turn compares sums of rewards, turn by turn", "leave one of them out")
+    if c.overlong_buffer > c.max_new_tokens:
+        raise UserError("rl.overlong_buffer", f"{c.overlong_buffer} tokens are more than rl.max_new_tokens="
+                        f"{c.max_new_tokens}", "give fewer, such as a fifth of it")

@@ -126,6 +126,13 @@ class RLConfig:
     credit: str = choice("episode", "episode", "turn")
     # seconds that a scoring service, a teacher's server or an environment may take for one request
     reward_timeout_s: float = number(20.0, above=0, most=3600.0, fix="try 20")
+    # what answers: "": the model that is trained, on the mesh that trains it; or the URL of a vLLM server with the same
+    # model, which is sent the weights, as http://HOST:PORT/v1 or http://HOST:PORT/v1#MODEL
+    sampler: str = ""
+    # with rl.sampler: seconds in which the answers of a step must come, restarts of the server included
+    sampler_timeout_s: float = number(100.0, above=0, most=86400.0, fix="try 100")
+    # with rl.sampler: folder for weights that the server sees too, such as one in /dev/shm; "": WORKDIR/sampler
+    sampler_folder: str = ""
     group_size: int = at_most(8, 2**16)  # answers generated for each prompt; their rewards are compared with each other
     max_new_tokens: int = at_most(64, 2**24, above=0)  # maximum length of an answer in tokens
     # sampling temperature; the policy that is trained is the one at this temperature
@@ -169,6 +176,12 @@ class RLConfig:
     clip_high: float = number(0.28, least=0)  # PPO clip range, upper side (clip-higher); 0: same as clip
     # probability ratio of each "token", or its geometric mean over the whole "sequence" (GSPO)
     ratio: str = choice("token", "token", "sequence")
+    # correction for a sampler with other probabilities than the trainer: "": the clipped ratio alone; "truncate":
+    # tokens weighted by the ratio of the two, at most correction_high; "mask": the same, and tokens with a ratio below
+    # correction_low or above correction_high are left out
+    correction: str = choice("", "", "truncate", "mask")
+    correction_low: float = number(0.5, least=0, most=1.0, fix="try 0.5")  # with correction=mask: the least ratio
+    correction_high: float = number(2.0, least=1.0, fix="try 2")  # with correction: the largest ratio
     kl: float = number(0.0, least=0)  # coefficient of the KL divergence from the initial policy; 0: no KL penalty
     # coefficient of the entropy of the policy's predictions, which is subtracted from the loss; 0: no bonus
     entropy: float = number(0.0, least=0)
@@ -184,9 +197,12 @@ class RLConfig:
                 "rl.environment", "reward_timeout_s")
         _unread(self, "rl", self.environment, "environment", "max_turns environment_workers environment_memory_gib "
                 "environment_python environment_errors credit")
+        _unread(self, "rl", self.sampler, "sampler", "sampler_timeout_s sampler_folder")
         _unread(self, "rl", len(self.rewards) > 1, "reward naming several", "reward_weights combine")
         _unread(self, "rl", self.overlong_buffer, "overlong_buffer", "overlong_penalty")
         _unread(self, "rl", self.surrogate == "ppo", "surrogate=ppo", "clip")
+        _unread(self, "rl", self.correction, "correction", "correction_high")
+        _unread(self, "rl", self.correction == "mask", "correction=mask", "correction_low")
         _unread(self, "rl", self.value_head, "baseline=value", "gamma gae_lambda value_loss value_clip")
         if self.group_size < (1 if self.value_head or (self.teacher and not self.rewards) else 2):
             raise UserError("rl.group_size", f"{self.group_size} answers cannot be compared with each other",
@@ -207,27 +223,6 @@ class RLConfig:
             missing = "reward" if self.prompts else "prompts"
             raise UserError(f"rl.{missing}", "it is missing, and reinforcement learning needs both",
                             "give FILE.py:FUNCTION, or rl.environment" if self.prompts else "give a file of JSON lines")
-
-        self._check_several()
-
-    def _check_several(self) -> None:
-        """Refuse weights and ways of adding that do not go with the rewards."""
-        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
-            raise UserError("rl.reward_weights", f"there are {len(self.reward_weights)} weights for "
-                            f"{len(self.rewards)} rewards", "give one for each in rl.reward, or leave it out")
-        if self.combine == "normalize" and (self.value_head or self.baseline == "others" or self.scale != "group"):
-            raise UserError("rl.combine", "normalize compares each reward with the mean and the standard deviation of "
-                            "its group", "leave rl.baseline and rl.scale out, or set rl.combine=sum")
-        if self.sampling_rounds > 1 and (self.value_head or self.teacher):
-            key = "baseline=value" if self.value_head else "teacher"
-            raise UserError("rl.sampling_rounds", f"with rl.{key} groups of equal rewards teach something too",
-                            "leave it out")
-        if self.credit == "turn" and self.combine == "normalize":
-            raise UserError("rl.combine", "rl.credit=turn compares sums of rewards, turn by turn",
-                            "leave one of them out")
-        if self.overlong_buffer > self.max_new_tokens:
-            raise UserError("rl.overlong_buffer", f"{self.overlong_buffer} tokens are more than rl.max_new_tokens="
-                            f"{self.max_new_tokens}", "give fewer, such as a fifth of it")
 
     @property
     def rewards(self) -> tuple[str, ...]:

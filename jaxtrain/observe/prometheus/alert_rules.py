@@ -56,6 +56,11 @@ def alerts(pace: float = 1.0) -> tuple[Alert, ...]:
               "", "warning", f"{_WHO}: the loss or the gradient spikes",
               "A step was an anomaly, or the loss is half as high again as its median of the last hour. See "
               "docs/operations-anomalies.md."),
+        Alert("JaxtrainSamplerMismatch", 'jaxtrain_line_value{key="sampler_mismatch",process="0"} > 0.1',
+              t(10), "warning",
+              f"{_WHO}: the sampler's log-probabilities are {{{{ $value | humanize }}}} nats from the trainer's",
+              "Reinforcement learning collapses where the two disagree. The sampler has other weights, another "
+              "precision or another temperature, or rl.staleness and the learning rate are large. See docs/rl.md."),
         Alert("JaxtrainLowGpuUtilization",
               f"avg by (run, host) (avg_over_time(jaxtrain_gpu_utilization_ratio[{t(15)}]) and "
               "jaxtrain_gpu_memory_used_bytes / jaxtrain_gpu_memory_size_bytes > 0.1) < 0.5",

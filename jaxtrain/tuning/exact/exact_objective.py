@@ -30,7 +30,7 @@ from jaxtrain.train_step.state import Batch, Skeleton
 PLACE = "place"  # of each token among those of all rows
 KEYS = ("draw_low", "draw_high", "draw_known")  # the key to draw with, and from how many columns of the vocabulary
 SAID, DRAWN = "said", "drawn"  # of the tokens of all rows: their log-probabilities, and what the step draws there
-MISMATCH = "sampler_mismatch"  # the largest difference between the log-probabilities of step and sampler
+MISMATCH = "sampler_mismatch_max"  # the largest difference between the log-probabilities of step and sampler
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,10 @@ CASES = {
     "JaxtrainLossSpike": [
         (52, {"loss": "2x50 4x5"}, True), (13, {"anomalies_total": "0x10 1x10"}, True),
         (52, {"loss": "2x60", "anomalies_total": "0x60"}, False), (52, {"loss": "-2x50 -1x5"}, False)],
+    "JaxtrainSamplerMismatch": [
+        (20, {"line_value;key=sampler_mismatch": "0.3x30"}, True),
+        (20, {"line_value;key=sampler_mismatch": "0.01x30"}, False), (20, {"line_value;key=reward": "0.5x30"}, False),
+        (12, {"line_value;key=sampler_mismatch": "0.01x10 0.3x10"}, False)],
     "JaxtrainLowGpuUtilization": [
         (40, {"gpu_utilization_ratio;gpu=0": "0.2x60", **GPU}, True),
         (40, {"gpu_utilization_ratio;gpu=0": "0.9x60", **GPU}, False),

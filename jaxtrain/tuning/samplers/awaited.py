@@ -1,0 +1,53 @@
+"""Answers that are on their way: a sequence that waits for them when it is read."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import overload
+
+import jax
+
+from jaxtrain.distributed.coordination import exchange
+from jaxtrain.hub.generate import Generated
+
+
+class Awaited(Sequence[Generated]):
+    """So many answers, which the first process has asked for. All processes read them, in the same order."""
+
+    def __init__(self, count: int, future: "Future[list[Generated]] | None"):
+        self._count, self._future, self._found = count, future, None
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> Generated: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Generated]: ...
+
+    def __getitem__(self, at: int | slice) -> Generated | Sequence[Generated]:
+        return self._all()[at]
+
+    def __iter__(self) -> Iterator[Generated]:
+        return iter(self._all())
+
+    def _all(self) -> list[Generated]:
+        if self._found is None:
+            if jax.process_count() == 1:
+                assert self._future is not None
+                self._found = self._future.result()
+            else:
+                self._found = list(map(_of_json, exchange(None, lambda _: _as_json(self._future))))
+        return self._found
+
+
+def _as_json(future: "Future[list[Generated]] | None") -> list[dict]:
+    assert future is not None
+    return [asdict(one) for one in future.result()]
+
+
+def _of_json(one: dict) -> Generated:
+    logprobs, end = one["logprobs"], one["end"]
+    return Generated(one["text"], tuple(one["tokens"]), None if logprobs is None else tuple(logprobs),
+                     one["finish_reason"], None if end is None else (end[0], end[1]))
