@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.attention import sinks
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
+from jaxtrain.kernels.traced_once import traced_once
 
 BLOCK = 128  # sequences are padded to a multiple of what a block of threads computes
 TOGETHER = 128  # up to this width of heads Mosaic has one kernel for the gradients by keys and by values
@@ -36,13 +37,12 @@ def attention(kernels: str, widths: tuple[int, ...], q_BTHK: jax.Array, k_BTGK: 
               sinks_H: jax.Array | None = None) -> jax.Array:
     """Return attention of one device's arrays by the kernels of a backend; heads are padded to one of these widths.
 
-    Values have the width of keys in Mosaic's kernels, and one of their own in Triton's.
+    Values have a width of their own; where it is the wider one, Mosaic's kernels get keys padded to it.
     """
     (B, T, _, K), width = q_BTHK.shape, v_BTGK.shape[-1]
     seen = bounds(jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT, window, -T % BLOCK)
-    of_keys, of_values = (K, width) if kernels == "triton" else (max(K, width),) * 2
-    q_BTHK, k_BTGK = (_padded(x, of_keys, widths) for x in (q_BTHK, k_BTGK))
-    v_BTGK = _padded(v_BTGK, of_values, widths)
+    q_BTHK, k_BTGK = (_padded(x, K if kernels == "triton" else max(K, width), widths) for x in (q_BTHK, k_BTGK))
+    v_BTGK = _padded(v_BTGK, width, widths)
     with jax.named_scope(f"window_{window}"):  # by this name jaxtrain.plan knows what the kernels compute
         out_BTHK = _attention((kernels, window, soft_cap, K**-0.5), q_BTHK, k_BTGK, v_BTGK, *seen, sinks_H)
     return out_BTHK[:, :T, :, :width]
@@ -98,7 +98,8 @@ def part(widths: tuple[int, ...], q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: 
     their window.
     """
     (_, T, _, K), width = q_BTHK.shape, v_BTGK.shape[-1]
-    q, k, v = (_padded(x, max(K, width), widths) for x in (q_BTHK, k_BTGK, v_BTGK))
+    q, k = (_padded(x, max(K, width), widths) for x in (q_BTHK, k_BTGK))
+    v = _padded(v_BTGK, width, widths)
     with jax.named_scope(f"window_{window}"):
         out_BTHK, lse_BHT = _results(("mosaic", window, soft_cap, K**-0.5), q, k, v,
                                      _both(ranges.first_key, ranges.last_key))
@@ -114,7 +115,8 @@ def part_gradients(widths: tuple[int, ...], q_BTHK: jax.Array, k_BTGK: jax.Array
     """
     (_, T, _, K), S, width = q_BTHK.shape, k_BTGK.shape[1], v_BTGK.shape[-1]
     rows = (jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0))).swapaxes(1, 2) for x in (lse_BTH / LN2, delta_BTH))
-    arrays = *(_padded(x, max(K, width), widths) for x in (q_BTHK, k_BTGK, v_BTGK, pull_BTHK)), *rows
+    q, k = (_padded(x, max(K, width), widths) for x in (q_BTHK, k_BTGK))
+    arrays = q, k, *(_padded(x, width, widths) for x in (v_BTGK, pull_BTHK)), *rows
     options = "mosaic", window, soft_cap, K**-0.5
     with jax.named_scope(f"window_{window}"):
         dq = _by_queries(options, *arrays, _both(ranges.first_key, ranges.last_key))
@@ -136,20 +138,20 @@ Options = tuple[str, int, float, float]  # whose kernels, the window, the soft c
 def _results(options: Options, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array,
              first_BNT: jax.Array) -> tuple[jax.Array, jax.Array]:
     module, keywords = _kernels(options, "fwd")
-    return module.forward(q_BTHK, k_BTGK, v_BTGK, first_BNT, **keywords)
+    return traced_once(module.forward, q_BTHK, k_BTGK, v_BTGK, first_BNT, **keywords)
 
 
 def _by_queries(options: Options, *arrays: jax.Array) -> jax.Array:
     module, keywords = _kernels(options, "dq")
-    return module.by_queries(*arrays, **keywords)
+    return traced_once(module.by_queries, *arrays, **keywords)
 
 
 def _by_keys_and_values(options: Options, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     module, keywords = _kernels(options, "dkv")
-    return module.by_keys_and_values(*arrays, **keywords)
+    return traced_once(module.by_keys_and_values, *arrays, **keywords)
 
 
-def _kernels(options: Options, phase: str) -> tuple[ModuleType, Mapping[str, object]]:
+def _kernels(options: Options, phase: str) -> tuple[ModuleType, Mapping[str, Any]]:
     """Return the module with the kernels of a phase, which imports Pallas, and what they are told."""
     backend, _, soft_cap, scale = options
     package = "jaxtrain.kernels.attention"
