@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.base.further_sums import LARGEST
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.remat_policies import policies
 from jaxtrain.config.schema import MeshConfig, TrainConfig
@@ -19,6 +20,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.models import training_noise
+from jaxtrain.models.attention import head_logits
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.heads.scalar_head import ScalarHead
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
@@ -140,12 +142,13 @@ class Decoder(nnx.Module):
         """
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
         angles = angles if given is None else angles | given
-        slots, entries, aux = slots or {}, {}, {}
+        slots, entries, largest, aux = slots or {}, {}, {}, {}
         for name in self.STACKS:
             if (stack := getattr(self, name)) is not None:
                 x_BTD, aux = stack(x_BTD, segments_BT, angles, slots=slots.get(name), cache=cache and cache.of(name))
                 entries[name] = aux.pop(CACHE, None)
-        return x_BTD, _totals(aux) | ({CACHE: entries} if cache else {})
+                largest |= {name: head_logits.over_rows(aux.pop(LARGEST))} if LARGEST in aux else {}
+        return x_BTD, _totals(aux) | ({CACHE: entries} if cache else {}) | ({LARGEST: largest} if largest else {})
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the last norm."""

@@ -68,6 +68,15 @@ class Cache:
             before, one, slot % before.shape[-2], axis=-2), self.entries, new)
 
 
+def applied(layer: Callable[..., tuple[jax.Array, Aux]], cache: Cache | None, *given: Any) -> tuple[jax.Array, Aux]:
+    """Apply a layer, with its cache if there is one, where the routes of its experts may be kept too."""
+    if cache is None:
+        return layer(*given)
+    from jaxtrain.models.experts.kept_routes import with_cache
+
+    return with_cache(layer, cache, *given)
+
+
 def with_slots(f: Callable[..., jax.Array], entries: PyTree, *others: PyTree) -> PyTree:
     """Apply a function to the entries that have slots; of those that have none, return the last tree's."""
     return jax.tree_util.tree_map_with_path(lambda path, *each: f(*each) if _has_slots(path) else each[-1], entries,
