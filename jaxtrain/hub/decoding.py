@@ -1,11 +1,14 @@
-"""The compiled programs of generation: one pass over the prompts, then a loop of one token per row and iteration.
+"""The compiled programs of generation: a pass over prompts, and a loop of one token per row and iteration.
 
-Prompts of a batch end in the same slot, behind padding (kv_cache.py says why). Prompts that take the places of finished
-rows end in the slot before the one that the loop writes next. Every axis of the mesh but `tensor` splits rows, `stage`
-and `context` too; heads and their part of the cache are split over `tensor`. Programs are compiled once for each number
-of rows, length of prompts and room for new tokens, which are rounded up to powers of two.
+Prompts of a pass end in the same slot, behind padding, so that a recurrent state at its end is that of every text; then
+each text begins in its row's first slot, and each row writes to the slot behind its last token. Rows are independent:
+other programs take some of them, give them more room, or put new ones in the places of those that are finished. Which,
+sampler.py decides. Every axis of the mesh but `tensor` splits rows, `stage` and `context` too, and a row stays on its
+devices; heads and their part of the cache are split over `tensor`. Programs are compiled once for each number of rows,
+length of prompts and room for tokens, which are rounded up to powers of two.
 
-Shape suffixes: B batch, R rows of new prompts, P slots of prompts, N new tokens, D embedding, V vocabulary.
+Shape suffixes: B batch, R rows of new prompts, P slots of prompts, A adapters' ranks or places, D embedding,
+V vocabulary.
 """
 
 import contextlib
@@ -13,7 +16,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +27,24 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.decoder_config import RoutedDecoderConfig
-from jaxtrain.hub.sampling import Sampling, choose, penalized
+from jaxtrain.hub.batching.generation_rows import (
+    OF_ROWS,
+    State,
+    apart_layers,
+    of_rows,
+    pick,
+    to_the_front,
+    together,
+    whole,
+    with_room,
+)
+from jaxtrain.hub.batching.rounding import bucket
+from jaxtrain.hub.sampling import Sampling
 from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.models import lora
-from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place, slots_of, with_slots
+from jaxtrain.models.attention import cache_pages
+from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place, joined, slots_of, split, with_slots
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.make_model import make_model
 from jaxtrain.parallel.expert_options import ExpertOptions
@@ -39,8 +55,11 @@ from jaxtrain.train_step.state import Params, Skeleton
 if TYPE_CHECKING:
     from jaxtrain.run import Run
 
-State = dict[str, Any]
-ROWS = ("logits", "seen", "done", "count", "end", "end_logprob", "tokens", "logprobs")  # that a state has of each row
+BY_ROW = ("slot", "count", "limits", "seeds", "done", "chosen", "table")  # what the host says of each row
+PAGES = "pages"  # the entries of all rows that have slots, where they are in pages
+SAID = ("tokens", "logprobs", "count", "done", "end", "end_logprob", "step")
+PICKED = ("logits", "seen", "done", "count", "limits", "seeds", "end", "end_logprob", "tokens", "logprobs")
+ROUND = 64  # the most tokens of a row between two looks by the host
 
 
 @functools.lru_cache(maxsize=16)  # a training service has a run for each rank of its adapters
@@ -60,7 +79,8 @@ def programs(run: "Run") -> "Decoding":
                            rngs=nnx.Rngs(params=jax.random.key(0)))))
     rules = axis_rules.Rules({**run.sharded.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"),
                             "seq": (), "block_seq": ()})
-    return Decoding(run, model, rules)
+    with mesh_context.use(run.mesh, rules, run.sharded.settings.platform):
+        return Decoding(run, model, rules, _layers_apart())
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +90,7 @@ class Decoding:
     run: "Run"
     model: Skeleton
     rules: axis_rules.Rules
+    apart: bool  # whether a loop has arrays of its own for each layer's weights and cache
 
     @property
     def rows(self) -> int:
@@ -79,6 +100,11 @@ class Decoding:
     def rows_for(self, texts: int) -> int:
         """Return how many rows a batch of this many texts has."""
         return self.rows * bucket(-(-texts // self.rows))
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether the cache is in pages. A CPU would copy them together for each token; its layers have arrays."""
+        return not self.apart
 
     def context(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the programs are traced."""
@@ -103,48 +129,88 @@ class Decoding:
         where = NamedSharding(self.run.mesh, self.placement(rows.ndim))
         return jax.make_array_from_callback(rows.shape, where, lambda index: rows[index])
 
-    def start(self, params: Params, prompts: np.ndarray, begins: np.ndarray, new: int,
-              chosen: np.ndarray | None = None) -> State:
-        """Compute the prompts [B, P], whose texts begin at these slots; return a state with room for `new` tokens.
+    def prefill(self, params: Params, prompts: np.ndarray, begins: np.ndarray, chosen: np.ndarray | None,
+                penalizes: bool) -> State:
+        """Compute the prompts [R, P], whose texts begin at these slots and end in the last; return what rows have then.
 
-        `chosen`: what each row multiplies stacked adapters by [B, R], as `lora.choosing` takes it.
+        `chosen`: what each multiplies stacked adapters by [R, A], as `lora.choosing` takes it.
         """
         with self.context():
-            return self.start_program(params, *self._placed(prompts, begins, chosen), prompts.shape[1] + new, new)
+            return self.prefill_program(params, self.place(prompts), self.place(begins.astype(np.int32)),
+                                        None if chosen is None else self.place(chosen), penalizes)
 
-    def refill(self, params: Params, state: State, prompts: np.ndarray, begins: np.ndarray, source: np.ndarray,
-               chosen: np.ndarray | None = None) -> State:
-        """Return the state with prompts, as `start` takes them, in place of rows; the given state is used up.
-
-        Args:
-            source: which prompt each row of the state has from now on [B]; -1: the one that it has.
+    def arrange(self, state: State, source: np.ndarray, slots: int) -> State:
+        """Return rows of a state, numbered by `source` among those on their device, with room for so many tokens each.
         """
         with self.context():
-            return self._refill(params, state, *self._placed(prompts, begins, chosen),
-                                self.place(source.astype(np.int32)))
+            return self.arrange_program(of_rows(state), self.place(source.astype(np.int32)), slots)
 
-    def go_on(self, params: Params, state: State, until: int, limits: jax.Array, stops: np.ndarray, seeds: jax.Array,
-              sampling: Sampling, known: int, enough: int | None = None) -> State:
-        """Generate up to the step `until`, or until all or `enough` rows are finished; the given state is used up.
+    def put(self, state: State, new: State, source: np.ndarray, places: np.ndarray) -> State:
+        """Return the state with rows of another one in these places; the given state is used up.
+
+        Both are numbers among the rows on a device; a place that is too large stands for none.
+        """
+        with self.context():
+            return self.put_program(of_rows(state), new, self.place(source.astype(np.int32)),
+                                    self.place(places.astype(np.int32)))
+
+    def ready(self, params: Params) -> Params:
+        """Return the parameters as `go_on` takes them.
+
+        Where layers are apart, they are taken out of their stacks and laid out, for as much memory as they have then.
+        """
+        with self.context():
+            return self.ready_program(params) if self.apart else params
+
+    def go_on(self, params: Params, state: State, until: int, stops: np.ndarray, sampling: Sampling, known: int,
+              enough: int | None = None) -> State:
+        """Generate up to `until` tokens, or until all or `enough` rows are finished; the given state is used up.
 
         Args:
-            limits: how many tokens each row may have.
+            params: from `ready`.
+            state: rows, and of each: how many tokens it has (`slot`), how many of them were generated (`count`), and
+                how many may be (`limits`); its random numbers' key as two words, and how many tokens were drawn with it
+                before (`seeds`); whether it is `done`, and what it has `chosen`; where entries are in pages, those
+                (`pages`) and which of them it has (`table`).
+            until: at most ROUND.
             stops: the tokens that finish a row; they are not part of its text.
-            seeds: keys of random numbers as the numbers that each row has for them, and how many tokens were drawn with
-                them before [B, 3].
+            sampling: how tokens are chosen.
             known: how many tokens the tokenizer has; the table may have more rows, which are never chosen.
+            enough: so many finished rows end the loop.
         """
+        given = {name: state[name] for name in (*BY_ROW, *OF_ROWS, PAGES) if name in state}
         with self.context():
-            return self.go_on_program(params, state, np.int32(until), np.int32(enough or len(state["done"])), limits,
-                                      stops, seeds, sampling.numbers() | {"known": np.int32(known)}, sampling.filters,
+            return self.go_on_program(params, given, np.int32(until), np.int32(enough or len(state["done"])), stops,
+                                      sampling.numbers() | {"known": np.int32(known)}, sampling.filters,
                                       sampling.penalizes)
 
-    def read(self, state: State) -> dict[str, np.ndarray]:
-        """Return what the rows have so far, on the host of every process."""
-        shown = {name: state[name] for name in
-                 ("tokens", "logprobs", "count", "done", "end", "end_logprob", "step")}
+    def paged(self, new: State) -> tuple[PyTree, State]:
+        """Return what `prefill` returned as texts for `store`, and rows without them."""
+        texts, states = split(new["entries"])
+        return texts, new | {"entries": states}
+
+    def store(self, pages: PyTree | None, texts: PyTree, table: np.ndarray, pairs: np.ndarray, many: int) -> PyTree:
+        """Return the pages of each device with those of texts; the given ones are used up.
+
+        Args:
+            pages: as they were; None: there were none.
+            texts: what `paged` returned.
+            table: the pages that each is to have.
+            pairs: pages, and those that become copies of them.
+            many: how many there are.
+        """
         with self.context():
-            return jax.tree.map(np.asarray, self._replicate(shown))
+            return self.store_program(pages, texts, self.place(table), self.place(pairs), many)
+
+    def more(self, pages: PyTree, many: int) -> PyTree:
+        """Return the pages and further ones, so many for each device."""
+        with self.context():
+            return self.more_program(pages, many)
+
+    def read(self, state: State) -> dict[str, np.ndarray]:
+        """Return what `go_on` generated, on the host of every process."""
+        with self.context():
+            return jax.tree.map(np.asarray, self._replicate({name: state[name] for name in SAID}))
 
     def model_of(self, params: Params) -> Decoder:
         """Return the model with these parameters, as it computes."""
@@ -157,24 +223,15 @@ class Decoding:
                                          params[stack])
         return params
 
-    def _for_a_loop(self, params: Params) -> Callable[[], Decoder]:
-        """Return what makes the model inside a loop.
-
-        Where layers are apart, they are taken so once, before the loop, for as much memory as they have.
-        """
-        whole = self._in_use(params)
-        if not _layers_apart():
-            return lambda: self.model.merge(whole)
-        apart = jax.lax.optimization_barrier(
-            _apart({name: whole[name] for name in whole.keys() & set(Decoder.STACKS)}))
-
-        def made() -> Decoder:
-            model = self.model.merge(whole | _together(apart))
-            for name in apart:
-                getattr(model, name).unroll = 0  # so that stacking and slicing cancel out
-            return model
-
-        return made
+    def _in_a_loop(self, params: Params) -> Decoder:
+        """Return the model inside a loop, with parameters from `ready`."""
+        if not self.apart:
+            return self.model.merge(self._in_use(params))
+        apart = {name: params[name] for name in params.keys() & set(Decoder.STACKS)}
+        model = self.model.merge(params | together(apart))
+        for name in apart:
+            getattr(model, name).unroll = 0  # so that stacking and slicing cancel out
+        return model
 
     # ------------------------------------------------------------------------------------------- the compiled programs
 
@@ -185,88 +242,135 @@ class Decoding:
     @functools.cached_property
     def lay_out_program(self):
         """The compiled function that lays out one array for decoding; its arguments: the array and its dtype."""
-        def whole(w, dtype):
-            kept = (tuple(axis for axis in axis_rules.axes_of(part) if axis in ("tensor", "expert"))
-                    for part in jax.typeof(w).sharding.spec)
-            return jax.reshard(w.astype(dtype), P(*kept))
-
-        return jax.jit(whole, static_argnums=1)
+        return jax.jit(lambda w, dtype: whole(w.astype(dtype)), static_argnums=1)
 
     @functools.cached_property
-    def start_program(self):
-        """The compiled function behind `start`; arguments: the same, placed, and numbers of slots and new tokens."""
-        return jax.jit(self._prefilled, static_argnums=(5, 6))
+    def ready_program(self):
+        """The compiled function behind `ready` where layers are apart."""
+        def ready(params):
+            made = jax.tree.map(whole, self._in_use(params))
+            return made | apart_layers({name: made[name] for name in made.keys() & set(Decoder.STACKS)})
 
-    def _prefilled(self, params, prompts_BP, begins_B, done_B, chosen_BR, slots, new):
-        model = self.model_of(params)
-        at_BP = jnp.arange(prompts_BP.shape[1])[None] - begins_B[:, None]
-        x_BPD, aux = self._through(model, prompts_BP, (at_BP >= 0).astype(jnp.int32), jnp.maximum(at_BP, 0), Cache(),
-                                    chosen_BR)
-        rows, width = prompts_BP.shape
-        entries = with_slots(lambda kept: jnp.pad(kept, [(0, 0)] * (kept.ndim - 2) + [(0, slots - width), (0, 0)]),
-                             aux[CACHE])
-        vocab = self.run.config.model.vocabulary
-        seen_BV = self._by_row(lambda rows, _: jax.vmap(
-            lambda ids, real: jnp.zeros(vocab, bool).at[ids].max(real))(*rows), (prompts_BP, at_BP >= 0))
-        where = jax.typeof(prompts_BP).sharding.spec[0]
-        if _layers_apart():
-            entries = in_place(_apart(entries))
-        return {"entries": entries, "begins": begins_B, "chosen": chosen_BR, "slot": jnp.int32(width),
-                "logits": self._logits(model, x_BPD[:, -1:]), "seen": seen_BV, "done": done_B,
-                "end": jnp.full_like(begins_B, -1),  # the token that finished the row
-                "end_logprob": jnp.zeros_like(begins_B, jnp.float32),
-                "count": jnp.zeros_like(begins_B), "step": jnp.int32(0),
-                "tokens": jnp.zeros((rows, new), jnp.int32, out_sharding=P(where, None)),
-                "logprobs": jnp.zeros((rows, new), jnp.float32, out_sharding=P(where, None))}
+        return jax.jit(ready)
 
     @functools.cached_property
-    def _refill(self):
-        def refill(params, state, prompts_RP, begins_R, done_R, chosen_R, source_B):
-            slots = slots_of(state["entries"])
-            new = self._prefilled(params, prompts_RP, begins_R, done_R, chosen_R, slots, state["tokens"].shape[1])
-            later = state["slot"] - new["slot"]
-            entries = with_slots(lambda kept: jnp.roll(kept, later, -2), new["entries"])
-            rows = {name: new[name] for name in (*ROWS, "begins", "chosen")} | {"begins": new["begins"] + later}
-            return state | jax.tree.map(partial(_taken, source_B), {name: state[name] for name in rows}, rows) | {
-                "entries": jax.tree.map(partial(_taken, source_B, axis=0 if _layers_apart() else -4), state["entries"],
-                                        entries)}
+    def prefill_program(self):
+        """The compiled function behind `prefill`, with the same arguments."""
+        def prefill(params, prompts_RP, begins_R, chosen_RA, penalizes):
+            model, vocab = self.model_of(params), self.run.config.model.vocabulary
+            at_RP = jnp.arange(prompts_RP.shape[1])[None] - begins_R[:, None]
+            x_RPD, aux = self._through(model, prompts_RP, (at_RP >= 0).astype(jnp.int32), jnp.maximum(at_RP, 0),
+                                       Cache(), chosen_RA)
+            entries = with_slots(lambda kept: self._locally(to_the_front, (kept, begins_R)), aux[CACHE])
+            found = {"entries": in_place(apart_layers(entries)) if self.apart else entries,
+                     "logits": self._logits(model, x_RPD[:, -1:])}
+            if penalizes:
+                found["seen"] = self._by_row(lambda rows, _: jax.vmap(
+                    lambda ids, real: jnp.zeros(vocab, bool).at[ids].max(real))(*rows), (prompts_RP, at_RP >= 0))
+            return found
 
-        return jax.jit(refill, donate_argnums=1)
+        return jax.jit(prefill, static_argnums=4)
+
+    @functools.cached_property
+    def arrange_program(self):
+        """The compiled function behind `arrange`, with the same arguments."""
+        def arrange(state, source_B, slots):
+            def local(state, source_B):
+                taken = self._by_axis(lambda x, axis: jnp.take(x, source_B, axis=axis, mode="clip"), state)
+                return taken | {"entries": with_slots(partial(with_room, slots=slots), taken["entries"])}
+
+            return self._locally(local, (state, source_B))
+
+        return jax.jit(arrange, static_argnums=2)
+
+    @functools.cached_property
+    def put_program(self):
+        """The compiled function behind `put`, with the same arguments."""
+        def put(state, new, source_A, places_A):
+            def local(state, new, source_A, places_A):
+                new = new | {"entries": with_slots(partial(with_room, slots=slots_of(state["entries"])),
+                                                   new["entries"])}
+                return self._by_axis(lambda x, axis, y: x.at[(*[slice(None)] * axis, places_A)].set(
+                    jnp.take(y, source_A, axis=axis, mode="clip"), mode="drop"), state, new)
+
+            return self._locally(local, (state, new, source_A, places_A))
+
+        return jax.jit(put, donate_argnums=0)
+
+    @functools.cached_property
+    def store_program(self):
+        """The compiled function behind `store`, with the same arguments."""
+        def store(pages, texts, table, pairs, many):
+            def none(kept):
+                spec, (layers, _, heads, _, width) = jax.typeof(kept).sharding.spec, kept.shape
+                return jnp.zeros((layers, self.rows * many, heads, cache_pages.PAGE, width), kept.dtype,
+                                 out_sharding=P(*spec))
+
+            pages = jax.tree.map(none, texts) if pages is None else pages
+            pages = jax.tree.map(partial(cache_pages.stored, table), pages, texts)
+            return jax.tree.map(partial(cache_pages.copied, pairs), pages)
+
+        return jax.jit(store, static_argnums=4, donate_argnums=0)
+
+    @functools.cached_property
+    def more_program(self):
+        """The compiled function behind `more`, with the same arguments."""
+        return jax.jit(lambda pages, many: jax.tree.map(lambda x: cache_pages.more(x, self.rows, many), pages),
+                       static_argnums=1)
 
     @functools.cached_property
     def go_on_program(self):
         """The compiled function behind `go_on`, with the same arguments."""
-        def go_on(params, state, until, enough, limits_B, stops, seeds_B, numbers, filters, penalizes):
-            made, c, apart = self._for_a_loop(params), self.run.config.model, _layers_apart()
-            pick = partial(_pick, filters=filters, penalizes=penalizes)
+        def go_on(params, state, until, enough, stops, numbers, filters, penalizes):
+            c, apart = self.run.config.model, self.apart
+            choose = partial(pick, filters=filters, penalizes=penalizes)
+            rows, where = len(state["done"]), jax.typeof(state["done"]).sharding.spec[0]
+            before = {"step": jnp.int32(0), "end": jnp.full_like(state["count"], -1),  # the token that finished the row
+                      "end_logprob": jnp.zeros_like(state["count"], jnp.float32),
+                      "tokens": jnp.zeros((rows, ROUND), jnp.int32, out_sharding=P(where, None)),
+                      "logprobs": jnp.zeros((rows, ROUND), jnp.float32, out_sharding=P(where, None))}
 
             def unfinished(state):
                 return (state["step"] < until) & (jnp.sum(state["done"]) < enough)
 
             def extend(state):
-                rows = {name: state[name] for name in ROWS} | {"limits": limits_B, "seeds": seeds_B}
-                rows, token_B = self._by_row(pick, rows, {"stops": stops, **numbers})
-                model, slot, live_B1 = made(), state["slot"], ~rows["done"][:, None]
-                cache = Cache(_together(state["entries"]) if apart else state["entries"], state["begins"], slot, apart)
-                x_B1D, aux = self._through(model, token_B[:, None], live_B1.astype(jnp.int32),
-                                           jnp.minimum(slot - state["begins"], c.max_seq_len - 1)[:, None],
-                                           cache, state["chosen"])
-                entries = _apart(aux[CACHE]) if apart else cache.extended(aux[CACHE])
-                return state | rows | {"entries": entries, "slot": slot + 1, "step": state["step"] + 1,
+                rows = {name: state[name] for name in PICKED if name in state}
+                rows, token_B = self._by_row(choose, rows, {"stops": stops, "step": state["step"], **numbers})
+                model, slot_B, live_B = self._in_a_loop(params), state["slot"], ~rows["done"]
+                entries = together(state["entries"]) if apart else state["entries"]
+                if PAGES in state:
+                    entries = joined(state[PAGES], entries)
+                cache = Cache(entries, slot_B, apart, state.get("table"))
+                x_B1D, aux = self._through(model, token_B[:, None], live_B[:, None].astype(jnp.int32),
+                                           jnp.minimum(slot_B, c.max_seq_len - 1)[:, None], cache,
+                                           state.get("chosen"))
+                entries = apart_layers(aux[CACHE]) if apart else cache.extended(aux[CACHE])
+                if PAGES in state:
+                    rows[PAGES], entries = split(entries)
+                return state | rows | {"entries": entries, "slot": slot_B + live_B, "step": state["step"] + 1,
                                        "logits": self._logits(model, x_B1D)}
 
-            return jax.lax.while_loop(unfinished, extend, state)
+            return jax.lax.while_loop(unfinished, extend, state | before)
 
-        return jax.jit(go_on, static_argnums=(8, 9), donate_argnums=1)
+        return jax.jit(go_on, static_argnums=(6, 7), donate_argnums=1)
 
     # --------------------------------------------------------------------------------------------------------- innards
 
-    def _placed(self, prompts: np.ndarray, begins: np.ndarray,
-                chosen: np.ndarray | None) -> tuple[jax.Array | None, ...]:
-        """Return prompts on the mesh: tokens, where they begin, which rows have none, and what those choose."""
-        done = begins == prompts.shape[1]  # rows without a prompt fill the batch up
-        return (self.place(prompts), self.place(begins.astype(np.int32)), self.place(done),
-                None if chosen is None else self.place(chosen))
+    def _locally(self, f: Callable[..., PyTree], given: tuple[PyTree, ...]) -> PyTree:
+        """Apply a function to what each device has of arrays; the result is spread as the first of them."""
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, given)
+        return activations.manual_region(f, in_specs=specs, out_specs=specs[0])(*given)
+
+    def _by_axis(self, f: Callable[..., jax.Array], state: State, *others: State) -> State:
+        """Apply a function to arrays of states, and the dimension that rows have in them.
+
+        Entries of layers that are stacked have one before it.
+        """
+        def of(axis: int, *trees: PyTree) -> PyTree:
+            return jax.tree.map(lambda x, *y: f(x, axis % x.ndim, *y), *trees)
+
+        return {name: of(-4 if name == "entries" and not self.apart else 0, state[name],
+                         *(other[name] for other in others)) for name in state}
 
     def _through(self, model: Decoder, tokens_BT, segments_BT, positions_BT, cache: Cache, chosen_BR):
         with lora.choosing(chosen_BR):
@@ -285,59 +389,9 @@ class Decoding:
         return activations.manual_region(f, in_specs=(spec, P()), out_specs=spec)(rows, shared)
 
 
-def bucket(size: int) -> int:
-    """Return the least power of two that is not smaller."""
-    return 1 << max(0, size - 1).bit_length()
-
-
 def _layers_apart() -> bool:
     """Return whether a loop has arrays of its own for each layer's weights and cache: on CPUs.
 
     There XLA copies what a layer has out of a stack before it multiplies by it, and so moves three times as many bytes.
     """
     return mesh_context.platform() == "cpu"
-
-
-def _apart(stacks: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Return lists of layers in place of stacks."""
-    return {name: [jax.tree.map(lambda w, n=n: w[n], stack) for n in range(len(jax.tree.leaves(stack)[0]))]
-            for name, stack in stacks.items() if stack}
-
-
-def _together(apart: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Return stacks in place of lists of layers."""
-    return {name: jax.tree.map(lambda *layers: jnp.stack(layers), *each) for name, each in apart.items()}
-
-
-def _taken(source_B: jax.Array, before: jax.Array, new: jax.Array, axis: int = 0) -> jax.Array:
-    """Return an array with rows of another one, along this axis, where `source_B` numbers one."""
-    axis %= before.ndim
-    spec = jax.typeof(before).sharding.spec
-    whole = jax.reshard(new, P(*spec[:axis], None, *spec[axis + 1:]))  # any device may need any row
-    rows = whole.at[(*[slice(None)] * axis, jnp.maximum(source_B, 0))].get(out_sharding=spec)
-    return jnp.where(jnp.expand_dims(source_B >= 0, [n for n in range(before.ndim) if n != axis]), rows, before)
-
-
-def _pick(rows: State, shared: State, *, filters: bool, penalizes: bool) -> tuple[State, jax.Array]:
-    """Choose a token per row and note it, unless the row is finished or the token finishes it."""
-    rows = dict(rows)
-    limits_B, seeds_B = rows.pop("limits"), rows.pop("seeds")
-    logits_BV = rows.pop("logits")
-    adjusted_BV = penalized(logits_BV, rows["seen"], shared["repetition_penalty"]) if penalizes else logits_BV
-    adjusted_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < shared["known"], adjusted_BV, -jnp.inf)
-    keys_B = jax.vmap(lambda words, count: jax.random.fold_in(jax.random.wrap_key_data(words[:2]), words[2] + count))(
-        seeds_B, rows["count"].astype(jnp.uint32))
-    token_B = choose(adjusted_BV, keys_B, shared, filters)
-    tempered_BV = logits_BV / shared["logprob_temperature"]
-    said_B = jnp.take_along_axis(jax.nn.log_softmax(tempered_BV), token_B[:, None], -1)[:, 0]
-    done_B = rows["done"] | (token_B[:, None] == shared["stops"][None]).any(-1)
-    ends_B = done_B & ~rows["done"]
-    rows["end"] = jnp.where(ends_B, token_B, rows["end"])
-    rows["end_logprob"] = jnp.where(ends_B, said_B, rows["end_logprob"])
-    at_BN = (jnp.arange(rows["tokens"].shape[1]) == rows["count"][:, None]) & ~done_B[:, None]
-    rows["tokens"] = jnp.where(at_BN, token_B[:, None], rows["tokens"])
-    rows["logprobs"] = jnp.where(at_BN, said_B[:, None], rows["logprobs"])
-    rows["seen"] |= (jnp.arange(logits_BV.shape[1]) == token_B[:, None]) & ~done_B[:, None]
-    rows["count"] += ~done_B
-    rows["done"] = done_B | (rows["count"] >= limits_B)
-    return rows, jnp.where(done_B, 0, token_B)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
+from jaxtrain.hub.batching.gumbel import gumbel, largest
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,11 @@ def penalized(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) -> j
 
 def choose(logits_BV: jax.Array, keys_B: jax.Array, numbers: dict[str, jax.Array], filters: bool) -> jax.Array:
     """Return a token per row, drawn with the row's key; a row's token depends on its own logits and key only."""
-    noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[-1:]))(keys_B)
     temperature = numbers["temperature"]
     if not filters:
-        return jnp.argmax(logits_BV + temperature * noise_BV, axis=-1).astype(jnp.int32)
+        noisy = lambda: logits_BV + temperature * gumbel(keys_B, logits_BV.shape[-1])  # noqa: E731
+        return largest(jax.lax.cond(temperature > 0, noisy, lambda: logits_BV))
+    noise_BV = gumbel(keys_B, logits_BV.shape[-1])
     order_BV = jnp.argsort(-logits_BV, axis=-1, stable=True)  # of equally probable tokens the first
     sorted_BV, noise_BV = (jnp.take_along_axis(x, order_BV, -1) for x in (logits_BV, noise_BV))
     scores_BV = sorted_BV / jnp.maximum(temperature, 1e-30)

@@ -18,11 +18,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.hub import decoding, scoring
+from jaxtrain.hub.batching.rounding import bucket
 from jaxtrain.hub.sampling import Sampling
-from jaxtrain.models.decoder import Decoder
+from jaxtrain.models.attention.cache_pages import PAGE
+from jaxtrain.models.attention.kv_cache import split
 from jaxtrain.plan.cost import memory
 from jaxtrain.plan.cost.memory_parts import CACHE, COPY, LOGITS, named
 from jaxtrain.plan.targets import Target
@@ -38,7 +41,6 @@ from jaxtrain.tuning.teacher_scores import teacher_model
 
 LAYING_OUT, PROMPTS, DECODING = "laying out weights", "prompts", "decoding"
 VALUES, REWARDS, LOGPROBS = "values", "rewards", "teacher's log-probabilities"
-COPIES = {"cuda": 1.0}  # of a cache in which each head has its own keys: XLA turns it around for the loop
 SCORED = 64  # texts that are given values or rewards at once
 
 
@@ -51,7 +53,7 @@ class Phase:
     weights: Any  # shapes and shardings
     state: Any = None  # its first argument, whose memory the result has
     copy: Any = None  # of the weights, which is there meanwhile
-    whole: Any = None  # weights as they are laid out
+    apart: Any = None  # the weights that are there a second time, each layer's in arrays of its own
     run: Run | None = None  # whose program it is, where it may be another one's
 
 
@@ -90,38 +92,69 @@ def phases(run: Run, on: Mesh | None = None, models: Mapping[str, Run] | None = 
     c, programs, params, copy = run.config.rl, decoding.programs(run), abstract_model(run), None
     numbers = jax.tree.map(np.asarray, Sampling().numbers() | {"known": np.int32(0)})
     with programs.context():
-        whole = jax.eval_shape(programs.laid_out, params)
         if c.gather_weights:
-            copy = whole
+            copy = jax.eval_shape(programs.laid_out, params)
             # The largest comes after all others.
             *others, (made, w) = sorted(zip(jax.tree.leaves(copy), jax.tree.leaves(params), strict=True),
                                         key=lambda pair: total(pair[0]))
             yield Phase(LAYING_OUT, _traced(lambda w: programs.lay_out_program(w, made.dtype), on, w), w,
                         copy=[other for other, _ in others])
         weights, texts, room = params if copy is None else copy, answers_of_step(run.config), c.max_new_tokens
-        rows, width = programs.rows_for(texts), decoding.bucket(run.config.data.seq_len - room)
-        new = decoding.bucket(room)
+        rows, width = programs.rows_for(texts), bucket(run.config.data.seq_len - room)
+        prompts = programs.rows * bucket(min(rows, -(-texts // c.group_size)) // programs.rows)
+        slots = width + bucket(room)
 
-        def of_rows(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
+        def of_rows(many: int, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             where = NamedSharding(run.mesh, programs.placement(1 + len(shape)))
-            return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=where)
+            return jax.ShapeDtypeStruct((many, *shape), dtype, sharding=where)
 
-        def begin(prompts, begins, done, weights):
-            return programs.start_program(weights, prompts, begins, done, None, width + new, new)
+        def begin(texts, begins, weights):
+            return programs.prefill_program(weights, texts, begins, None, False)
 
-        def go_on(state, limits, seeds, numbers, weights):
-            return programs.go_on_program(weights, state, np.int32(0), np.int32(rows), limits,
-                                          np.full(1, -1, np.int32), seeds, numbers, False, False)
+        def go_on(state, numbers, weights):
+            return programs.go_on_program(weights, state, np.int32(0), np.int32(rows), np.full(1, -1, np.int32),
+                                          numbers, False, False)
 
-        given = of_rows(jnp.int32, width), of_rows(jnp.int32), of_rows(bool), weights
+        given = of_rows(prompts, jnp.int32, width), of_rows(prompts, jnp.int32), weights
         yield Phase(PROMPTS, _traced(begin, on, *given), weights, copy=copy)
-        state = jax.eval_shape(begin, *given)
-        yield Phase(DECODING, _traced(go_on, on, state, of_rows(jnp.int32), of_rows(jnp.uint32, 3), numbers, weights,
-                                      donate=(0,)), weights, state, copy, whole)
+        state = jax.eval_shape(lambda new, source: programs.arrange_program(new, source, slots),
+                               jax.eval_shape(begin, *given), of_rows(rows, jnp.int32))
+        state |= {name: of_rows(rows, jnp.int32) for name in ("slot", "count", "limits")} | {
+            "done": of_rows(rows, bool), "seeds": of_rows(rows, jnp.uint32, 3)}
+        if programs.in_pages:
+            state = _in_pages(state, rows * -(-slots // PAGE)) | {"table": of_rows(rows, jnp.int32, -(-slots // PAGE))}
+        ready = jax.eval_shape(programs.ready, weights)
+        yield Phase(DECODING, _traced(go_on, on, state, numbers, ready, donate=(0,)), ready, state, copy,
+                    _second(ready, weights))
         if c.value_head:
             yield _scoring(VALUES, run, run, on)
     for name, other in (models or {}).items():
         yield _scoring(PROGRAMS[name], other, run, None)
+
+
+def _in_pages(state: decoding.State, many: int) -> decoding.State:
+    """Return the state with its entries in so many pages, as many as rows can need."""
+    slotted, states = split(state["entries"])
+    return state | {"entries": states, decoding.PAGES: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0], many, x.shape[2], PAGE, x.shape[4]), x.dtype, sharding=x.sharding),
+        slotted)}
+
+
+def _cache(state: decoding.State | None) -> list[PyTree]:
+    """Return what a state has of the cache."""
+    return [] if state is None else [state[name] for name in ("entries", decoding.PAGES) if name in state]
+
+
+def _second(ready: Mapping[str, PyTree], weights: Mapping[str, PyTree]) -> list[PyTree]:
+    """Return which weights that a loop takes are not those that are there."""
+    if not any(isinstance(part, list) for part in ready.values()):
+        return []
+    found: list[PyTree] = []
+    for name, part in ready.items():
+        found += [part] if isinstance(part, list) else [
+            w for w, held in zip(jax.tree.leaves(part), jax.tree.leaves(weights[name]), strict=True)
+            if w.dtype != held.dtype or total(w) != total(held)]
+    return found
 
 
 def _scoring(name: str, scorer: Run, run: Run, on: Mesh | None) -> Phase:
@@ -154,20 +187,17 @@ def memory_by_phase(run: Run, target: Target, held: Counter,
         others = block.inputs[kept:len(block.inputs) - len(jax.tree.leaves(phase.weights))]
         parts = Counter(held)
         parts[COPY] = total(phase.copy)
-        parts[CACHE] = total(phase.state and phase.state["entries"])
-        parts[LOGITS] = total(phase.state and (phase.state["logits"], phase.state["seen"]))
+        parts[CACHE] = total(_cache(phase.state))
+        parts[LOGITS] = total(phase.state and phase.state["logits"])
         if apart and phase.name == PROMPTS:  # they are results, which have memory from the start
             entries = phase.traced.out_info["entries"]
             shapes = {leaf.shape for leaf in jax.tree.leaves(entries)}
             block.outputs = [value for value in block.outputs if value.shape not in shapes]
             parts[CACHE] = total(entries)
         parts["working memory"] = sum(value.bytes for value in (*block.inputs[:kept], *others)) - total(
-            phase.state and (phase.state["entries"], phase.state["logits"], phase.state["seen"]))
+            phase.state and (_cache(phase.state), phase.state["logits"]))
         parts.update(named(memory.peak(block, kept), phase.weights, _names(phase), (CACHE, LOGITS, "working memory")))
-        if phase.state and apart:  # a copy of them, before the loop
-            parts["gathered weights"] += total([phase.whole[name] for name in phase.whole.keys() & set(Decoder.STACKS)])
-        if phase.state and jax.tree.leaves(phase.state["entries"])[0].shape[-3] == run.config.model.num_heads:
-            parts[CACHE] += int(COPIES.get(target.platform, 0) * total(phase.state["entries"]))
+        parts["gathered weights"] += total(phase.apart)
         found[phase.name] = +parts
     return found
 
@@ -200,7 +230,7 @@ def _stay_apart(body: Block) -> None:
         if op.name == "stack":
             op.made = "view"
         if op.name == "scan":
-            written = [value for inner in op.bodies[0].ops if inner.name == "dynamic_update_slice"
+            written = [value for inner in op.bodies[0].ops if inner.name == "scatter"
                        for value in inner.outputs]
             for value in (*op.outputs[op.carried:], *written):
                 value.bytes = 0
@@ -224,7 +254,7 @@ def _names(phase: Phase) -> dict[tuple[int, ...], str]:
     if phase.name in (VALUES, REWARDS, LOGPROBS):
         return {}
     state = phase.traced.out_info
-    return {leaf.shape: CACHE for leaf in jax.tree.leaves(state["entries"])} | {state["logits"].shape: LOGITS}
+    return {leaf.shape: CACHE for leaf in jax.tree.leaves(_cache(state))} | {state["logits"].shape: LOGITS}
 
 
 def _traced(program: Any, on: Mesh | None, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Traced:

@@ -96,7 +96,7 @@ def compile_answering(config: Config, target: Target, devices: int) -> dict[str,
             lowered = phase.traced.lower(lowering_platforms=(target.platform,))
             memory = compiler_options.compiled(lowered, {}).memory_analysis()
             assert memory is not None, "the compiler reports no memory"
-            found[phase.name] = state + total(phase.copy) - total(phase.weights) + (
+            found[phase.name] = state + total(phase.copy) + total(phase.apart) - total(phase.weights) + (
                 memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
                 - memory.alias_size_in_bytes if target.platform == "cpu" else memory.peak_memory_in_bytes)
     return found

@@ -23,8 +23,9 @@ from jaxtrain.data.loading.shuffle import Order
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
+from jaxtrain.hub.batching.continuations import text_of
 from jaxtrain.hub.decoding import decoding
-from jaxtrain.hub.generate import Generated, generate, text_of
+from jaxtrain.hub.generate import Generated, generate
 from jaxtrain.objectives.policy_gradient import VALUES
 from jaxtrain.observe import events
 from jaxtrain.redaction import redacted

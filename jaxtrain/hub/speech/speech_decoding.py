@@ -142,7 +142,7 @@ class SpeechDecoding:
         valid_RS = None if heard_BS is None else jnp.repeat(heard_BS, beams, 0)
         x, cache = model.decode(read, jnp.repeat(memory_BSD, beams, 0), valid_RS, cache=Cache())
         own = jax.tree.map(lambda a: jnp.pad(a, [(0, 0)] * 3 + [(0, room - read.shape[1]), (0, 0)]), cache["own"])
-        begins, memory = jnp.zeros(B * beams, jnp.int32), cache["memory"]
+        memory = cache["memory"]
 
         def step(state):
             own, tokens, scores, logp, done, count = state
@@ -157,9 +157,9 @@ class SpeechDecoding:
             own, tokens, done = jax.tree.map(lambda a: a[:, rows], own), tokens[rows], done[rows]
             tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], count, 1)
             done |= token == self.end
-            held = Cache({"own": own, "memory": memory}, begins, P + count)
+            held = Cache({"own": own, "memory": memory}, P + count)
             x, new = model.decode(token[:, None], None, valid_RS, P + count, held)
-            own = Cache(own, begins, P + count).extended(new["own"])
+            own = Cache(own, P + count).extended(new["own"])
             return own, tokens, best.reshape(-1), self._logp(model, x[:, -1:]), done, count + 1
 
         scores = jnp.where(jnp.arange(B * beams) % beams == 0, 0.0, NEVER)  # all beams begin as the first one

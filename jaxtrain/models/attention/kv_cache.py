@@ -3,14 +3,14 @@
 Layers without attention keep a state in their place, which is as large however long the text is: arrays [B, ?, ?, ?]
 under `STATE`, of which a step returns the next ones.
 
-An entry is an array [B, G, S, K] of one layer; entries of all layers are stacked and scanned like parameters. Rows are
-aligned at their last token: all of a batch write to the same slot, and a row's text begins at its own. Slots are
-counted on without end, and slot n is kept at n modulo S: S is the room for one text, however many a row has one after
-another.
+An entry is an array [B, G, S, K] of one layer; entries of all layers are stacked and scanned like parameters. A row's
+text begins in its first slot, and its next token is written behind its last one: in a slot of its own, or in the same
+slot in all rows.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels.attention import cached_attention
+from jaxtrain.models.attention import cache_pages
 
 CACHE = "cache"  # the auxiliary value under which a layer returns its keys and values of the tokens that it was given
 STATE = "state"  # the key of entries that have no slots
@@ -30,9 +31,9 @@ class Cache:
     """The entries of all layers, or of one; without entries (a prompt's pass) layers only return theirs."""
 
     entries: Any = None
-    begins_B: jax.Array | None = None  # the first slot of each row's text
-    slot: jax.Array | None = None  # of the token that is computed
+    slot: jax.Array | None = None  # of the token that is computed, or of that of each row [B]
     in_place: bool = field(default=False, metadata={"static": True})  # layers return all entries, with the token's
+    table_BW: jax.Array | None = None  # which pages rows have, where entries are pages (cache_pages.py)
 
     def of(self, name: str) -> "Cache":
         """Return the part of a layer or a stack with this name."""
@@ -43,10 +44,9 @@ class Cache:
 
         `window` is a number, or an array of one, or of one for each row [B, 1]; 0: all.
         """
-        assert self.begins_B is not None and self.slot is not None
-        back_S = (self.slot - jnp.arange(slots)) % slots  # tokens ago; 0: where the token itself will be
-        near = (back_S > 0) & ((back_S < window) | (jnp.asarray(window) == 0))
-        return near & (back_S[None] <= self.slot - self.begins_B[:, None])
+        assert self.slot is not None
+        back_BS = jnp.expand_dims(self.slot, -1) - jnp.arange(slots)  # tokens ago; 0: where the token itself will be
+        return jnp.atleast_2d((back_BS > 0) & ((back_BS < window) | (jnp.asarray(window) == 0)))
 
     def read(self, new: PyTree) -> tuple[PyTree, PyTree]:
         """Return the entries of a layer that its token attends to, and what the layer returns, from the token's own.
@@ -54,6 +54,8 @@ class Cache:
         In place, the token's are written before anything is read, though it does not see its own slot: XLA copies an
         array that is read before it is written.
         """
+        if self.table_BW is not None:
+            return with_slots(partial(cache_pages.gathered, self.table_BW), self.entries), new
         if not self.in_place:
             return self.entries, new
         whole = self.extended(new)
@@ -64,8 +66,21 @@ class Cache:
         slot = self.slot
         assert slot is not None
         new = in_place(new) if self.in_place else new
-        return with_slots(lambda before, one: jax.lax.dynamic_update_slice_in_dim(
-            before, one, slot % before.shape[-2], axis=-2), self.entries, new)
+        if self.table_BW is not None:
+            return with_slots(partial(cache_pages.written, self.table_BW, slot), self.entries, new)
+        if slot.ndim == 0:
+            return with_slots(lambda before, one: jax.lax.dynamic_update_slice_in_dim(before, one, slot, -2),
+                              self.entries, new)
+        return with_slots(partial(_written, slot, 0 if self.in_place else -4), self.entries, new)
+
+
+def _written(slot_B: jax.Array, axis: int, before: jax.Array, one: jax.Array) -> jax.Array:
+    """Return entries with those of a token in each row's slot; on a mesh every device writes to its own."""
+    def local(slot_B, before, one):
+        return jax.vmap(lambda slot, before, one: jax.lax.dynamic_update_slice_in_dim(before, one, slot, -2),
+                        (0, axis, axis), axis % before.ndim)(slot_B, before, one)
+
+    return cache_pages.locally(local, (before, one), slot_B)
 
 
 def applied(layer: Callable[..., tuple[jax.Array, Aux]], cache: Cache | None, *given: Any) -> tuple[jax.Array, Aux]:
@@ -81,6 +96,19 @@ def with_slots(f: Callable[..., jax.Array], entries: PyTree, *others: PyTree) ->
     """Apply a function to the entries that have slots; of those that have none, return the last tree's."""
     return jax.tree_util.tree_map_with_path(lambda path, *each: f(*each) if _has_slots(path) else each[-1], entries,
                                             *others)
+
+
+def split(entries: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the entries that have slots, and those that have none."""
+    def part(slots: bool) -> PyTree:
+        return jax.tree_util.tree_map_with_path(lambda path, x: x if _has_slots(path) == slots else None, entries)
+
+    return part(True), part(False)
+
+
+def joined(slotted: PyTree, states: PyTree) -> PyTree:
+    """Return all entries, of which `split` made these parts."""
+    return jax.tree.map(lambda one, other: other if one is None else one, slotted, states, is_leaf=lambda x: x is None)
 
 
 def slots_of(entries: PyTree) -> int:

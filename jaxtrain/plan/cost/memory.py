@@ -170,7 +170,7 @@ def _overwritten(reads: Reads, op: Op) -> set[int]:
         values = op.inputs
     elif op.name == "scan":
         values = op.inputs[op.consts:op.consts + op.carried]
-    elif op.name in ("scatter-add", "dynamic_update_slice"):
+    elif op.name in ("scatter", "scatter-add", "dynamic_update_slice"):
         values = op.inputs[:1]
     else:
         values = []

@@ -21,7 +21,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxtrain.errors import UserError
-from jaxtrain.hub.generate import Generated, seeds_of
+from jaxtrain.hub.batching.sampler import seeds_of
+from jaxtrain.hub.generate import Generated
 from jaxtrain.run import Run, compiled_step
 from jaxtrain.sharding.host_memory import copied
 from jaxtrain.train_step.state import TrainState

@@ -93,9 +93,9 @@ def test_on_any_mesh_rows_that_are_refilled_take_their_own_adapters(mesh, folder
     run, state = jt.load_model(base, MORE[mesh], adapters=adapters)
     rows, names = [n % len(FEW) for n in range(24)], [[*RANKS, None][n * 5 % 4] for n in range(24)]
     steps, programs = [], decoding(run)
-    refill = type(programs).refill
+    put = type(programs).put
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(programs), "refill", lambda *given: steps.append(1) or refill(*given))
+        patch.setattr(type(programs), "put", lambda *given: steps.append(1) or put(*given))
         found = said(run, state, [FEW[row] for row in rows], adapters=names, batch_size=8)
     assert steps
     check(found, [alone("llama", name)[row] for row, name in zip(rows, names, strict=True)])
