@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxtrain.errors import UserError
     from jaxtrain.hub.generate import Generated, generate, sample
     from jaxtrain.hub.trained_model import load_model, with_adapters
-    from jaxtrain.kernels.cross_entropy import cross_entropy
+    from jaxtrain.kernels.loss_head.cross_entropy import cross_entropy
     from jaxtrain.models.make_model import make_model
     from jaxtrain.objectives import Objective
     from jaxtrain.objectives.next_token import NextToken
@@ -54,7 +54,7 @@ _NAMES = {  # module: what it gives
     "errors": ["UserError"],
     "hub.generate": ["Generated", "generate", "sample"],
     "hub.trained_model": ["load_model", "with_adapters"],
-    "kernels.cross_entropy": ["cross_entropy"],
+    "kernels.loss_head.cross_entropy": ["cross_entropy"],
     "models.make_model": ["make_model"],
     "objectives": ["Objective"],
     "objectives.next_token": ["NextToken"],

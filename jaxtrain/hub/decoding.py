@@ -40,8 +40,8 @@ from jaxtrain.hub.batching.generation_rows import (
 )
 from jaxtrain.hub.batching.rounding import bucket
 from jaxtrain.hub.sampling import Sampling
-from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
+from jaxtrain.kernels.loss_head.biased_heads import for_head
 from jaxtrain.models import lora
 from jaxtrain.models.attention import cache_pages
 from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place, joined, slots_of, split, with_slots

@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.hub.decoding import Decoding, decoding
-from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
+from jaxtrain.kernels.loss_head.biased_heads import for_head
 from jaxtrain.models import lora
 from jaxtrain.sharding import activations, axis_rules
 from jaxtrain.train_step.state import Params

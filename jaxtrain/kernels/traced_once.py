@@ -4,14 +4,15 @@ JAX keeps what it lowered by the traced kernel. Layers of one loop share that, u
 a repeated pattern, would each trace and lower the same kernel again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
-from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import PyTree
 
-def traced_once(kernel: Callable[..., Any], *arrays: jax.Array, interpret: Any, **told: Any) -> Any:
+
+def traced_once(kernel: Callable[..., PyTree], *arrays: jax.Array, interpret: object, **told: Hashable) -> PyTree:
     """Return what a kernel makes of arrays; what it is told are values that can be hashed."""
     if interpret:
         return kernel(*arrays, interpret=interpret, **told)
@@ -19,5 +20,5 @@ def traced_once(kernel: Callable[..., Any], *arrays: jax.Array, interpret: Any, 
 
 
 @cache
-def _jitted(kernel: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
+def _jitted(kernel: Callable[..., PyTree], static: tuple[str, ...]) -> Callable[..., PyTree]:
     return jax.jit(kernel, static_argnames=static)

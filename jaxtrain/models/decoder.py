@@ -17,8 +17,8 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.remat_policies import policies
 from jaxtrain.config.schema import MeshConfig, TrainConfig
 from jaxtrain.errors import UserError
-from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
+from jaxtrain.kernels.loss_head.biased_heads import for_head
 from jaxtrain.models import training_noise
 from jaxtrain.models.attention import head_logits
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache

@@ -1,6 +1,7 @@
 """Layers that differ, in a stack that is scanned: groups of them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxtrain.base.annotations import PyTree
 from jaxtrain.base.further_sums import LARGEST
 from jaxtrain.models import layer_place
 from jaxtrain.models.attention import head_logits
-from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache, applied
+from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.gradient_order import gradients_first
 
 PASSED_ON = "passed on"  # the auxiliary value of a layer that all layers after it in a group are given beside angles
@@ -39,7 +40,12 @@ class Group(nnx.Module):
             @self.remat
             def apply(x, weights, graphdef=graphdef, name=name, angles=angles, number=number):
                 with layer_place.in_group(number), head_logits.collected() as found:
-                    x, aux = applied(nnx.merge(graphdef, weights), cache and cache.of(name), x, segments_BT, angles)
+                    layer = nnx.merge(graphdef, weights)
+                    if cache is not None:
+                        from jaxtrain.models.experts.kept_routes import with_cache
+
+                        layer = partial(with_cache, layer, cache.of(name))
+                    x, aux = layer(x, segments_BT, angles)
                 return x, head_logits.reported(aux, found)
 
             x_BTD, aux = apply(x_BTD, weights[number])

@@ -1,4 +1,4 @@
-"""Which layer is being traced: its number in its stack, and among all layers of the model."""
+"""The number of the layer that is being traced: in its stack, and among all layers of the model."""
 
 import contextlib
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ from jaxtrain.config.remat_policies import Policy
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, squared_relu, swiglu
 from jaxtrain.models import layer_loop, layer_place, training_noise
 from jaxtrain.models.attention import head_logits
-from jaxtrain.models.attention.kv_cache import Aux, Cache, applied
+from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.rematerialization import Wrap, wrap
 from jaxtrain.parallel.vocab import lookup
 from jaxtrain.sharding import activations, contractions, products
@@ -328,8 +328,12 @@ class Stack(nnx.Module):
             own = (number + self.first if like is None else like,) if self.numbered else ()
             place = 0 if number is None else number
             with layer_place.in_stack(place, self.first + place * self._each), head_logits.collected() as found:
-                x, aux = applied(nnx.merge(graphdef, weights), cache and replace(cache, entries=entries), x, *args,
-                                 *own)
+                apply: Callable[..., tuple[jax.Array, Aux]] = nnx.merge(graphdef, weights)
+                if cache is not None:
+                    from jaxtrain.models.experts.kept_routes import with_cache
+
+                    apply = partial(with_cache, apply, replace(cache, entries=entries))
+                x, aux = apply(x, *args, *own)
             return x, head_logits.reported(aux, found)
 
         def wide_layer(*inputs, like=None):

@@ -16,7 +16,7 @@ from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
-from jaxtrain.kernels.cross_entropy import distillation_loss
+from jaxtrain.kernels.loss_head.cross_entropy import distillation_loss
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.make_model import make_model
 from jaxtrain.objectives.next_token import NextToken

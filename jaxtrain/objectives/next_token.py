@@ -12,7 +12,7 @@ from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig, TrainConfig
 from jaxtrain.data.loading.batch_spec import Declared
-from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entropy
+from jaxtrain.kernels.loss_head.cross_entropy import cross_entropy, penalized_cross_entropy
 from jaxtrain.models import training_noise
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.objectives.objective import OfTheModelAlone, of_sections

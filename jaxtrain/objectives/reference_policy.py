@@ -23,8 +23,8 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig
 from jaxtrain.data.loading.batch_spec import Declared
-from jaxtrain.kernels.biased_heads import for_head
-from jaxtrain.kernels.token_cross_entropy import cross_entropy_and_entropy, token_cross_entropy
+from jaxtrain.kernels.loss_head.biased_heads import for_head
+from jaxtrain.kernels.loss_head.token_cross_entropy import cross_entropy_and_entropy, token_cross_entropy
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.heads.scalar_head import without_heads
 from jaxtrain.models.make_model import make_model

@@ -194,7 +194,7 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
                                soft_cap=config.model.attention_cap, packed=True, sinks=config.model.sinks,
                                key_len=keys or (queries if context > 1 else 0))
     if config.train.loss_kernel == "triton":
-        from jaxtrain.kernels import triton_logits
+        from jaxtrain.kernels.loss_head import triton_logits
 
         with mesh_context.use(mesh, rules, platform):
             triton_logits.check(dtype, axis_rules.shards(rules["act_vocab"], mesh))

@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 from jaxtrain.serving.api_parts import lora_of
 from jaxtrain.serving.lora_engine import Engine, Shape
-from jaxtrain.serving.sampler import Sampler
+from jaxtrain.serving.sampling_calls import Sampler
 from jaxtrain.serving.saved_adapters import SavedAdapters
 from jaxtrain.serving.work_queue import Refused
 from jaxtrain.train_step.state import Params

@@ -28,8 +28,8 @@ from jaxtrain.serving.api_parts import (
 )
 from jaxtrain.serving.datums import checked
 from jaxtrain.serving.lora_engine import Adapters, Engine, targets_of
-from jaxtrain.serving.sampler import Sampler, SampleRequest, request_of, sampled
 from jaxtrain.serving.sampler_table import Samplers
+from jaxtrain.serving.sampling_calls import Sampler, SampleRequest, request_of, sampled
 from jaxtrain.serving.saved_adapters import SAMPLING, TRAINING, Place, SavedAdapters
 from jaxtrain.serving.work_queue import Refused, Work, WorkQueue
 

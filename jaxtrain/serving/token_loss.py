@@ -18,7 +18,7 @@ from jax import lax
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig, TrainConfig
 from jaxtrain.data.loading.batch_spec import Declared
-from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
+from jaxtrain.kernels.loss_head.token_cross_entropy import token_cross_entropy
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import of_sections
 from jaxtrain.parallel.pipeline.parts import Parts

@@ -51,8 +51,9 @@ def interpret() -> None:
     from jax._src import callback, effects
     from jax.experimental.pallas import mosaic_gpu
 
-    from jaxtrain.kernels import grouped_matmul, triton_logits
+    from jaxtrain.kernels import grouped_matmul
     from jaxtrain.kernels.attention import mosaic_attention
+    from jaxtrain.kernels.loss_head import triton_logits
 
     for kernels in (grouped_matmul, mosaic_attention):
         kernels.INTERPRET = mosaic_gpu.InterpretGPUParams()

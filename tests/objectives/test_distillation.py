@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.kernels.cross_entropy import distillation_loss
+from jaxtrain.kernels.loss_head.cross_entropy import distillation_loss
 from jaxtrain.observe.own_parts import difference
 from jaxtrain.run import identity
 from jaxtrain.tuning.teacher import distillation

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from jaxtrain.config.schema import OptimizerConfig
-from jaxtrain.kernels.cross_entropy import cross_entropy
+from jaxtrain.kernels.loss_head.cross_entropy import cross_entropy
 from jaxtrain.models.attention.self_attention import attend
 from jaxtrain.plan.trace import kernels
 from jaxtrain.train_step.optimizers import make_optimizer, make_schedule

@@ -24,7 +24,7 @@ LEARNING = """
     sharding/axis_rules sharding/mesh_context sharding/activations sharding/mesh sharding/products
     sharding/contractions
     models/make_model models/decoder models/layers models/attention/self_attention models/gpt2 models/trained_parameters
-    kernels/functions kernels/cross_entropy kernels/attention/__init__ kernels/attention/xla_attention
+    kernels/functions kernels/loss_head/cross_entropy kernels/attention/__init__ kernels/attention/xla_attention
     objectives/objective objectives/next_token
     train_step/state train_step/gradients train_step/hooks train_step/settings
     train_step/step train_step/sharded_step train_step/optimizers/__init__ train_step/precision

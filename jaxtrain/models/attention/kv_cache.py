@@ -83,15 +83,6 @@ def _written(slot_B: jax.Array, axis: int, before: jax.Array, one: jax.Array) ->
     return cache_pages.locally(local, (before, one), slot_B)
 
 
-def applied(layer: Callable[..., tuple[jax.Array, Aux]], cache: Cache | None, *given: Any) -> tuple[jax.Array, Aux]:
-    """Apply a layer, with its cache if there is one, where the routes of its experts may be kept too."""
-    if cache is None:
-        return layer(*given)
-    from jaxtrain.models.experts.kept_routes import with_cache
-
-    return with_cache(layer, cache, *given)
-
-
 def with_slots(f: Callable[..., jax.Array], entries: PyTree, *others: PyTree) -> PyTree:
     """Apply a function to the entries that have slots; of those that have none, return the last tree's."""
     return jax.tree_util.tree_map_with_path(lambda path, *each: f(*each) if _has_slots(path) else each[-1], entries,

@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 
 ROUTES = "routes"  # the name of these entries
@@ -32,7 +32,7 @@ def are_kept() -> bool:
     return _KEPT.get()
 
 
-def with_cache(layer: Callable[..., tuple[jax.Array, Aux]], cache: Cache, *given: Any) -> tuple[jax.Array, Aux]:
+def with_cache(layer: Callable[..., tuple[jax.Array, Aux]], cache: Cache, *given: PyTree) -> tuple[jax.Array, Aux]:
     """Apply a layer with its cache, and keep there the routes that it tells."""
     entries = cache.entries
     if isinstance(entries, dict) and ROUTES in entries:

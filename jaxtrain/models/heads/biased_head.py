@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from jaxtrain.kernels.biased_heads import with_bias_rows
+from jaxtrain.kernels.loss_head.biased_heads import with_bias_rows
 from jaxtrain.models.layers import Head, param
 
 

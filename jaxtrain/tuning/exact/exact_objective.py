@@ -20,7 +20,7 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig, RLConfig
 from jaxtrain.data.loading.batch_spec import Declared
-from jaxtrain.kernels.token_cross_entropy import cross_entropy_and_draws
+from jaxtrain.kernels.loss_head.token_cross_entropy import cross_entropy_and_draws
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.objectives.objective import of_sections
 from jaxtrain.objectives.policy_gradient import PolicyGradient

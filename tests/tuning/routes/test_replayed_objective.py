@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_those_of_plain_layers(name, monkeypatch):
     ways = itertools.cycle(routed)
 
     def given(c, router, h, segments):
-        """What `choice` returns, with the routes of the batch for the layer whose turn it is."""
+        """The result of `choice`, with the routes of the batch for the layer whose turn it is."""
         logits, scores, _, hit = choice(c, router, h, segments)
         routes = batch[ROUTES][:, :, next(ways)].astype(int)
         given = (routes[..., None] == np.arange(c.experts.num)).any(-2)

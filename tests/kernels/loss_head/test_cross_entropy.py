@@ -11,9 +11,9 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.errors import UserError
 from jaxtrain.hub import sampling
-from jaxtrain.kernels import triton_logits
-from jaxtrain.kernels.cross_entropy import distillation_loss
-from jaxtrain.kernels.token_cross_entropy import cross_entropy_and_draws, token_cross_entropy
+from jaxtrain.kernels.loss_head import triton_logits
+from jaxtrain.kernels.loss_head.cross_entropy import distillation_loss
+from jaxtrain.kernels.loss_head.token_cross_entropy import cross_entropy_and_draws, token_cross_entropy
 from jaxtrain.sharding import activations, mesh_context
 
 B, T, D, V = 8, 8, 16, 64

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.kernels.biased_heads import for_head, with_bias_rows
-from jaxtrain.kernels.cross_entropy import cross_entropy, distillation_loss
-from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
+from jaxtrain.kernels.loss_head.biased_heads import for_head, with_bias_rows
+from jaxtrain.kernels.loss_head.cross_entropy import cross_entropy, distillation_loss
+from jaxtrain.kernels.loss_head.token_cross_entropy import token_cross_entropy
 
 
 def test_losses_and_gradients_are_those_of_logits_with_a_bias():

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
-from jaxtrain.kernels import triton_logits
-from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
+from jaxtrain.kernels.loss_head import triton_logits
+from jaxtrain.kernels.loss_head.biased_heads import for_head
 from jaxtrain.sharding import activations, axis_rules, mesh_context
 
 F32 = jnp.float32
@@ -218,7 +218,7 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, spread, draws, batch_a
         dlogits_NV = dlogits_NV * (1 - jnp.square(logits_NV / cap)) if cap else dlogits_NV
         found = tuple(spread_N for spread_N, _ in spreads)
         if keys_N:
-            from jaxtrain.kernels.token_draws import drawn
+            from jaxtrain.kernels.loss_head.token_draws import drawn
 
             found += (drawn(logits_NV, keys_N, first, vocab_axes),)
         return products(carry, x_ND, loss_N, entropy_N, weight_N, dlogits_NV.astype(x_ND.dtype), found)

@@ -8,8 +8,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.kernels.biased_heads import for_head
-from jaxtrain.kernels.cross_entropy import run_head
+from jaxtrain.kernels.loss_head.biased_heads import for_head
+from jaxtrain.kernels.loss_head.cross_entropy import run_head
 
 
 @jax.named_scope("loss_head")
