@@ -174,6 +174,9 @@ class OptimizerConfig:
     orthogonal_dtype: str = choice("auto", "auto", "bfloat16", "float32")
     split_heads: bool = False  # with muon: make each attention head's matrix orthogonal by itself
     normalize_neurons: bool = False  # with muon: divide the update of each neuron by its root mean square (NorMuon)
+    # largest attention logit that a head may have: after a step that had a larger one, the head's query and key weights
+    # are scaled down to it (QK-clip); 100 in Kimi K2; 0: off
+    qk_clip: float = number(0.0, least=0)
     # dtype in which moments of matrices are stored; int8: with one scale per 128 elements
     moment_dtype: str = choice("float32", "float32", "bfloat16", "int8")
     # ZeRO stage over mesh.data: shard the optimizer state (1), also gradients (2), also parameters (3)

@@ -21,6 +21,7 @@ EXTENSIONS = {
     "optimizer.offload": "jaxtrain.extensions.update_by_layer:UpdateByLayer",
     "optimizer.moment_dtype": "jaxtrain.extensions.update_by_layer:UpdateByLayer",
     "compression.method": "jaxtrain.extensions.compression:Compression",
+    "optimizer.qk_clip": "jaxtrain.extensions.qk_clip:QKClip",
     "sparsity.targets": "jaxtrain.extensions.sparsity:StructuredSparsity",
     "train.ema_decay": "jaxtrain.extensions.ema:AveragedParameters",
     "lora.dropout": "jaxtrain.extensions.noise:TrainingNoise",

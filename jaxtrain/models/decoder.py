@@ -19,12 +19,14 @@ from jaxtrain.errors import UserError
 from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.models import training_noise
+from jaxtrain.models.attention import head_logits
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.heads.scalar_head import ScalarHead
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.rematerialization import cut, layers_at_once
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
 from jaxtrain.sharding import activations
+from jaxtrain.train_step.further_sums import LARGEST
 
 if TYPE_CHECKING:
     from jaxtrain.models.heads.multi_token_prediction import MTPHead
@@ -140,12 +142,13 @@ class Decoder(nnx.Module):
         """
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
         angles = angles if given is None else angles | given
-        slots, entries, aux = slots or {}, {}, {}
+        slots, entries, largest, aux = slots or {}, {}, {}, {}
         for name in self.STACKS:
             if (stack := getattr(self, name)) is not None:
                 x_BTD, aux = stack(x_BTD, segments_BT, angles, slots=slots.get(name), cache=cache and cache.of(name))
                 entries[name] = aux.pop(CACHE, None)
-        return x_BTD, _totals(aux) | ({CACHE: entries} if cache else {})
+                largest |= {name: head_logits.over_rows(aux.pop(LARGEST))} if LARGEST in aux else {}
+        return x_BTD, _totals(aux) | ({CACHE: entries} if cache else {}) | ({LARGEST: largest} if largest else {})
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the last norm."""

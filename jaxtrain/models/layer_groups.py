@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.models.attention import head_logits
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.gradient_order import gradients_first
+from jaxtrain.train_step.further_sums import LARGEST
 
 PASSED_ON = "passed on"  # the auxiliary value of a layer that all layers after it in a group are given beside angles
 
@@ -24,7 +26,7 @@ class Group(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: PyTree,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
-        reports, entries = [], {}
+        reports, entries, largest = [], {}, {}
         graphdefs, weights = zip(*(nnx.split(getattr(self, name)) for name in self.names), strict=True)
         weights = [*weights]
         # Gradients that devices add up have the time of one more layer for it.
@@ -36,14 +38,17 @@ class Group(nnx.Module):
             @self.remat
             def apply(x, weights, graphdef=graphdef, name=name, angles=angles):
                 held = {} if cache is None else {"cache": cache.of(name)}
-                return nnx.merge(graphdef, weights)(x, segments_BT, angles, **held)
+                with head_logits.collected() as found:
+                    x, aux = nnx.merge(graphdef, weights)(x, segments_BT, angles, **held)
+                return x, head_logits.reported(aux, found)
 
             x_BTD, aux = apply(x_BTD, weights[number])
             entries[name] = aux.pop(CACHE, None)
             if PASSED_ON in aux:
                 angles = angles | aux.pop(PASSED_ON)
+            largest |= {name: aux.pop(LARGEST)} if LARGEST in aux else {}
             reports += [aux] if aux else []
-        return x_BTD, _together(reports) | ({} if cache is None else {CACHE: entries})
+        return x_BTD, _together(reports) | ({LARGEST: largest} if largest else {}) | ({} if cache is None else {CACHE: entries})
 
 
 def _together(reports: list[Aux]) -> Aux:

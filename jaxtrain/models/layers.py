@@ -22,6 +22,7 @@ from jaxtrain.base.annotations import AnyArray
 from jaxtrain.config.remat_policies import Policy
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, squared_relu, swiglu
 from jaxtrain.models import layer_loop, training_noise
+from jaxtrain.models.attention import head_logits
 from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.rematerialization import Wrap, wrap
 from jaxtrain.parallel.vocab import lookup
@@ -325,8 +326,9 @@ class Stack(nnx.Module):
         def layer(x, weights, number, entries, like=None):
             held = {} if cache is None else {"cache": replace(cache, entries=entries)}
             own = (number + self.first if like is None else like,) if self.numbered else ()
-            with training_noise.in_layer(0 if number is None else number):
-                return nnx.merge(graphdef, weights)(x, *args, *own, **held)
+            with training_noise.in_layer(0 if number is None else number), head_logits.collected() as found:
+                x, aux = nnx.merge(graphdef, weights)(x, *args, *own, **held)
+            return x, head_logits.reported(aux, found)
 
         def wide_layer(*inputs, like=None):
             with products.in_precision(""):

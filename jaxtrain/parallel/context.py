@@ -157,6 +157,19 @@ def _gather_backward(q, k, v, segments, pull, scoring):
     return dq, *(jnp.moveaxis(dx, 0, 1).reshape(x.shape) for dx, x in zip(dkv, (k, v), strict=True))
 
 
+def largest_across(q: jax.Array, k: jax.Array, segments: jax.Array | None, scoring: Scoring) -> jax.Array:
+    """Return the largest scores [B, H] of a device's own queries over all keys; called inside a manual region."""
+    n, T = lax.axis_size(AXIS), q.shape[1]
+    mine = _tokens(lax.axis_index(AXIS), n, T, segments)
+
+    def visit(top, piece):
+        (k, segments), at = _all(piece[0]), piece[1].reshape(-1)
+        return jnp.maximum(top, tiles.largest(q, k, mine, Tokens(at, segments), scoring)), None
+
+    nothing = jnp.full((len(q), q.shape[2]), tiles.NOTHING, F32)
+    return lax.scan(visit, nothing, (_pieces(n, (k, segments)), _pieces(n, _everywhere(n, n * T))))[0]
+
+
 def _all(tree: PyTree) -> PyTree:
     return jax.tree.map(partial(lax.all_gather, axis_name=AXIS, axis=1, tiled=True), tree)
 

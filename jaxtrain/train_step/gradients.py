@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.sharding import activations, axis_rules, mesh_context
-from jaxtrain.train_step import partition
+from jaxtrain.train_step import further_sums, partition
 from jaxtrain.train_step import precision as precisions
 from jaxtrain.train_step.state import Layout, Params, TrainState
 
@@ -73,7 +73,8 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
             here = place(params, layout.state.params), place(frozen, layout.state.frozen)
             sums, grads = gradient(*here, batch, scale, *map(jax.random.fold_in, key, number))
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) * sums[1], grads)
-            return jax.tree.map(jnp.add, carry, (sums, grads)), None
+            sums = further_sums.by_kind(jnp.add, jnp.maximum, carry[0], sums)
+            return (sums, jax.tree.map(jnp.add, carry[1], grads)), None
 
         zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), layout.gradients)
         # Cast once, and not for each micro-batch.
@@ -81,7 +82,7 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
         micro_batches = jax.tree.map(lambda x: activations.micro_batches(x, accumulation), batch)
         first = jax.tree.map(lambda x: x[0], micro_batches)
         sums = jax.eval_shape(lambda: gradient(params, frozen, first, scale, *key)[0])
-        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+        none = further_sums.none_of(sums)
         each = (micro_batches, *(jnp.arange(accumulation) for _ in key))
         (sums, grads), _ = jax.lax.scan(add, (none, zeros), each)
         return sums, jax.tree.map(lambda g: g / jnp.maximum(sums[1], 1e-8), grads)

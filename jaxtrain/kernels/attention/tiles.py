@@ -124,6 +124,30 @@ def backward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull: Pull
     return _join(dq, 2), _join(dk, 1), _join(dv, 1)
 
 
+def largest(q_BTHK: jax.Array, k_BSGK: jax.Array, queries: Tokens, keys: Tokens, scoring: Scoring,
+            own: bool = False) -> jax.Array:
+    """Return the largest score of each row and head, [B, H]; padding, in segment 0, has none. `own`: as in `forward`.
+    """
+    G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
+    queries, keys, unseen = _in_this_layer(q_BTHK, queries, keys)
+    of_queries = _cut(q_BTHK, (G, R), side), cut_tokens(queries, side)
+    of_keys = _cut(k_BSGK, (G,), side), cut_tokens(keys, side)
+
+    def add(top, pair):
+        (q, queries), (k, keys) = at(of_queries, pair[0]), at(of_keys, pair[1])
+
+        def more():
+            scores = _scores(q, k, queries, keys, scoring, unseen)
+            if queries.segments is not None:
+                scores = jnp.where((queries.segments > 0)[:, None, None, :, None], scores, unseen)
+            return jnp.maximum(top, scores.max((-2, -1)))
+
+        return lax.cond(meet(queries, keys, scoring.window), more, lambda: top), None
+
+    nothing = jnp.full((len(q_BTHK), G, R), NOTHING, F32)
+    return lax.scan(add, nothing, pairs(queries, keys, side, scoring.window, own))[0].reshape(len(q_BTHK), G * R)
+
+
 def pairs(queries: Tokens, keys: Tokens, side: int, window: int, own: bool) -> np.ndarray:
     """Return the tiles of queries and of keys that may meet, as far as it is known before any number is, [pairs, 2]."""
     rows, columns = (count(len(tokens.at), side) for tokens in (queries, keys))

@@ -11,6 +11,8 @@ from jaxtrain.models.attention.self_attention import Attention
 class ClippedAttention(Attention):
     """Grouped-query self-attention on queries, keys and values between -`clip` and `clip`."""
 
+    unclippable = "queries and keys are clipped already (model.clip_qkv)"
+
     def __init__(self, clip: float, *args: Any, **how: Any):
         super().__init__(*args, **how)
         self.clip = clip

@@ -45,6 +45,8 @@ def _attend(q_BTHK: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array | 
 class MemoryAttention(Attention):
     """Attention of one sequence to another, which may be the same."""
 
+    unclippable = "it is not causal"
+
     def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array | None,  # pyrefly: ignore[bad-override]
                  visible: jax.Array | None = None, cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Return what `x_BTD` gets from the memory; with a cache that has entries, from those instead."""

@@ -26,6 +26,7 @@ class LatentAttention(nnx.Module):
     """Causal self-attention through latents of width `q_rank` (0: none for queries) and `kv_rank`."""
 
     shared_by = ()  # the latents are replicated on all devices that split the heads
+    unclippable = ""  # the norms are of latents, before the matrices of each head
 
     def __init__(self, dim: int, heads: int, head_dim: int, rope_dim: int, value_dim: int, q_rank: int, kv_rank: int,
                  eps: float, *, out_std: float, rngs: nnx.Rngs, window: int = 0, backend: str = "auto",

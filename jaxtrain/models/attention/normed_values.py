@@ -33,6 +33,7 @@ class NormedValueAttention(nnx.Module):
     """Grouped-query self-attention with norms of queries, keys and values, whose scores have no divisor."""
 
     shared_by = ("act_heads", "act_kv_heads")  # output dimensions of its first matmuls
+    unclippable = "queries and keys are normalised"
 
     def __init__(self, kind: str, dim: int, heads: int, kv_heads: int, head_dim: int, eps: float, *, out_std: float,
                  rngs: nnx.Rngs, window: int = 0, bias: bool = False, keys_are_values: bool = False,

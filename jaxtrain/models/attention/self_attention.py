@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import HEADS, KV_HEADS
+from jaxtrain.models.attention import head_logits
 from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.layers import RESIDUAL, Linear
@@ -29,6 +30,8 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
     sequence over `context`, the tokens are in balanced order (parallel/context.py); for attention both ways, each
     device has all keys.
     """
+    if causal:
+        head_logits.measure(q_BTHK, k_BSGK, segments_BT, window)
     key_segments_BS = None
     if segments_BT is not None and segments_BT.dtype == bool and (causal or cut_rows.size() > 1):
         # Padding comes last; in balanced order it does not, and is a segment like others.
@@ -95,6 +98,12 @@ class Attention(nnx.Module):
         if self.q_norm is None:  # kept in place of the products, which gradients do not need
             q, k = checkpoint_name(q, "dots"), checkpoint_name(k, "dots")
         return q, k
+
+    @property
+    def unclippable(self) -> str:
+        """Return why its logits do not shrink with the weights of queries and keys; "" if they do."""
+        return "" if self.q_norm is None and self.causal else (
+            "queries and keys are normalised" if self.causal else "it is not causal")
 
     def returned(self, x_BTD: jax.Array, y_BTHK: jax.Array) -> jax.Array:
         """Return what attention adds to a layer, from what it found for its input."""

@@ -27,6 +27,7 @@ from jaxtrain.config.sections.compression_keys import CompressionConfig
 from jaxtrain.parallel.compression import codecs, exchange
 from jaxtrain.sharding import activations, axis_rules
 from jaxtrain.sharding.axis_rules import AnyMesh, Rules, Shardings
+from jaxtrain.train_step import further_sums
 from jaxtrain.train_step.gradients import LossSums, StateGradient
 from jaxtrain.train_step.state import Layout, Params, TrainState
 
@@ -166,7 +167,7 @@ class CompressedGradients:
             return jax.tree.map(lambda x: x[None], gradient(state, batch))
 
         def add(sums, grads):
-            whole = jax.tree.map(lambda x: lax.psum(x[0], self.axis), sums)
+            whole = self._whole(jax.tree.map(lambda x: x[0], sums))
             share = sums[1][0] / jnp.maximum(whole[1], 1e-8)
             return whole, jax.tree.map(lambda g, where: self._sum(g[0].astype(jnp.float32) * share, where.spec), grads,
                                        self.layout.gradients)
@@ -182,13 +183,16 @@ class CompressedGradients:
 
         return of_state
 
+    def _whole(self, sums: LossSums) -> LossSums:
+        return further_sums.by_kind(lambda x: lax.psum(x, self.axis), lambda x: lax.pmax(x, self.axis), sums)
+
     def _sum(self, g: jax.Array, spec: P) -> jax.Array:
         at = [d for d, entry in enumerate(spec) if self.axis in axis_rules.axes_of(entry)]
         return lax.psum_scatter(g, self.axis, scatter_dimension=at[0], tiled=True) if at else lax.psum(g, self.axis)
 
     def _exchanged(self, sums: LossSums, grads: Params, remembered: PyTree) -> tuple[LossSums, Params, PyTree]:
         """Return, on one device, the sums of all peers, the mean gradient by weight, and the state to be kept."""
-        whole = jax.tree.map(lambda x: lax.psum(x, self.axis), sums)
+        whole = self._whole(sums)
         share = sums[1] / jnp.maximum(whole[1], 1e-8)
         given = [g.astype(jnp.float32) * share for g in jax.tree.leaves(grads)]
         states = [{key: x[0] for key, x in state.items()}

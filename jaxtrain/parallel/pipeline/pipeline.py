@@ -27,7 +27,7 @@ from jaxtrain.parallel.pipeline.stage import Stage
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import activations, axis_rules
 from jaxtrain.sharding.axis_rules import SpecEntry
-from jaxtrain.train_step import partition
+from jaxtrain.train_step import further_sums, partition
 from jaxtrain.train_step.state import Batch, Params
 
 MANUAL = ("data", "fsdp", "context", "expert", "stage")
@@ -135,7 +135,8 @@ class Pipeline:
                 loss, further = done["end"]
                 ends = jax.tree.map(partial(_island, lambda x: _sum(x, (*different, "stage"))),
                                     (loss + done["penalty"], further))
-            sums = jax.tree.map(partial(_island, lambda x: _sum(x, different)[None], new=1), done["sums"])
+            sums = further_sums.by_kind(*(partial(_island, lambda x, over=over: over(x, different)[None], new=1)
+                                          for over in (_sum, _largest)), done["sums"])
             if "B" not in schedule.kinds:
                 return ends, sums, {}, {}
             return (ends, sums, jax.tree.map(_reduced, work.layer_gradients(done), layer_plan),
@@ -150,7 +151,8 @@ class Pipeline:
             out_specs=(P(None, _manual(activations.split_by("batch"))) if parts.together else P(), P("stage"),
                        *(outs if "B" in schedule.kinds else ({}, {}))))(trained, frozen, batch, seed)
         last = list(parts.stacks)[-1]
-        sums = jax.tree.map(lambda x: placement.from_stages(last, x, P(*(None,) * (x.ndim - 2))), sums)
+        sums = jax.tree_util.tree_map_with_path(lambda path, x: placement.from_stages(
+            path[1].key if further_sums.is_largest(path) else last, x, P(*(None,) * (x.ndim - 2))), sums)
         return jax.tree.map(_joined, ends) if parts.together else ends, sums, layers, outer
 
     def _products(self) -> frozenset:
@@ -232,6 +234,10 @@ def _joined(x: jax.Array) -> jax.Array:
 
 def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, axes) if axes else x
+
+
+def _largest(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.pmax(x, axes) if axes else x
 
 
 def _manual(entry: SpecEntry, more: tuple[str, ...] = ()) -> tuple[str, ...] | None:

@@ -1,6 +1,6 @@
 """One pipeline stage's work at a tick: receive, F, B, W, send; one device's program, among manual axes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxtrain.parallel.pipeline.parts import Parts, Sums, lower, whole
 from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.parallel.schedules import Column, Hop, Schedule, table
 from jaxtrain.sharding import activations
-from jaxtrain.train_step import partition
+from jaxtrain.train_step import further_sums, partition
 from jaxtrain.train_step.state import Batch, Params
 
 F32 = jnp.float32
@@ -65,7 +65,7 @@ class Stage:
             count = len(jax.tree.leaves(self.batch)[0])
             end = jax.tree.map(lambda x: lax.broadcast(x, (count,)), end)
         carry = dict(acts=slots(self.empty, "acts"), right=self.empty, left=self.empty, penalty=none, end=end,
-                     sums=jax.tree.map(lambda a: jnp.zeros((self.position.size, *a.shape), F32), sums))
+                     sums=further_sums.none_of(sums, (self.position.size,), F32))
         if "B" in self.kinds:
             rest, kernels = take(jax.tree.map(lambda w: jnp.zeros_like(w, F32), self.layers), self.rooms())
             carry |= dict(
@@ -171,7 +171,9 @@ class Stage:
              number: Any = None) -> Carry:
         """Return the totals with what a chunk adds to them; `number`: the micro-batch, for arrays of rows."""
         return dict(end=add_at(carry["end"], number, end) if self.parts.together else add(carry["end"], end),
-                    penalty=carry["penalty"] + penalty, sums=add_at(carry["sums"], chunk, sums))
+                    penalty=carry["penalty"] + penalty, sums=further_sums.by_kind(*(
+                        lambda a, b, add=add: add_at(a, chunk, b, add) for add in (jnp.add, jnp.maximum)),
+                        carry["sums"], sums))
 
     # -------------------------------------------------------------------------------------------- slots and neighbours
     def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, PyTree]) -> Carry:
@@ -240,7 +242,7 @@ def add(total: PyTree, more: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
 
-def add_at(total: PyTree, index: jax.Array | int, more: PyTree) -> PyTree:
+def add_at(total: PyTree, index: jax.Array | int, more: PyTree, add: Callable[..., jax.Array] = jnp.add) -> PyTree:
     """Add `more` to element `index` along the first dimension of the totals."""
     return jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(
-        a, lax.dynamic_index_in_dim(a, index, 0, keepdims=False) + b.astype(a.dtype), index, 0), total, more)
+        a, add(lax.dynamic_index_in_dim(a, index, 0, keepdims=False), b.astype(a.dtype)), index, 0), total, more)

@@ -39,6 +39,11 @@ class ChunkedAttention(Attention):
         super().__init__(*sizes, **how)
         self.turns, self.norm_eps = turns, norm_eps
 
+    @property
+    def unclippable(self) -> str:
+        """Return why its logits do not shrink with the weights of queries and keys; "" if they do."""
+        return "queries and keys are normalised" if self.turns and self.norm_eps else super().unclippable
+
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None,
                  angles: tuple[Angles, jax.Array, jax.Array], cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         (turn, factor_BT11, positions_BT), (q, k, v) = angles, self.project(x_BTD)
