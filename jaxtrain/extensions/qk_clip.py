@@ -19,7 +19,6 @@ from typing import Any, ClassVar, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
@@ -72,7 +71,8 @@ class QKClip(Extension):
                 raise _refused(f"queries or keys of {'/'.join(path)} are frozen", "leave it out, or train them")
         limit = c.optimizer.qk_clip
         if cap and limit >= cap:
-            raise _refused(f"the model caps logits at {cap:g}, below {limit:g}", f"leave it out, or set it below {cap:g}")
+            raise _refused(f"the model caps logits at {cap:g}, below {limit:g}",
+                           f"leave it out, or set it below {cap:g}")
         chosen = _with(parts.layout.axes, found.values())
         return cls(limit, c.model.num_heads, c.model.head_dim, cap, found, chosen, parts.layout)
 

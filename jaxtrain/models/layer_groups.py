@@ -48,7 +48,8 @@ class Group(nnx.Module):
                 angles = angles | aux.pop(PASSED_ON)
             largest |= {name: aux.pop(LARGEST)} if LARGEST in aux else {}
             reports += [aux] if aux else []
-        return x_BTD, _together(reports) | ({LARGEST: largest} if largest else {}) | ({} if cache is None else {CACHE: entries})
+        more = {} if cache is None else {CACHE: entries}
+        return x_BTD, _together(reports) | ({LARGEST: largest} if largest else {}) | more
 
 
 def _together(reports: list[Aux]) -> Aux:

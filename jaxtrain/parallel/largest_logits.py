@@ -42,4 +42,5 @@ def largest_logits(q_BTHK: jax.Array, k_BSGK: jax.Array, segments_BT: jax.Array 
         return local(q_BTHK, k_BSGK, segments_BT)
     batch, seq, heads = map(activations.split_by, ("batch", "seq", "act_heads"))
     by_head = P(batch, seq, heads)
-    return activations.manual_region(local, (by_head, by_head, P(batch, seq)), by_head)(q_BTHK, k_BSGK, segments_BT)
+    found = activations.manual_region(local, (by_head, by_head, P(batch, seq)), by_head)(q_BTHK, k_BSGK, segments_BT)
+    return activations.constrain(found, "batch", "seq", None)  # of all heads: an empty slot of a stage has no layout

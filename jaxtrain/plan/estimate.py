@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib
+import itertools
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +13,17 @@ import jax
 
 from jaxtrain.base.annotations import JsonObject
 from jaxtrain.builder import build
+from jaxtrain.config import part_tables
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.models.rematerialization import layers_at_once
 from jaxtrain.parallel import experts
-from jaxtrain.plan.cost import memory, time, useful_flops
+from jaxtrain.plan.cost import links, memory, time, useful_flops
 from jaxtrain.plan.cost.interval import interval
 from jaxtrain.plan.cost.memory_parts import named
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import kernels, reader
-from jaxtrain.plan.trace.program import Block
-from jaxtrain.run import across_context, shapes_of
+from jaxtrain.plan.trace.program import Block, Collective
+from jaxtrain.run import Run, across_context, shapes_of
 from jaxtrain.sharding import axis_rules
 from jaxtrain.sharding.mesh import axis_sizes
 from jaxtrain.train_step.report import in_hosts, total
@@ -162,9 +165,22 @@ def estimate(config: Config, target: Target, devices: int, documents: int = 1) -
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
     if target.platform == "cuda" and layers_at_once(config.model, config.train, "cuda", config.mesh.stage > 1) == 1:
         took.spend(STACKED * _stacked(block) / (target.bandwidth * target.efficiency["memory"]), "memory")
+    for collective in _by_optimizer(run, target.platform):
+        axes = tuple(axis for axis in sizes if axis in collective.axes)
+        talked[collective.kind, axes] += collective.bytes
+        took.spend(links.seconds(collective, target, sizes), time.said(collective.kind, axes))
     strategy = across_context.of(run)
     return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, phases, documents, computed,
                     strategy.name if strategy else "")
+
+
+def _by_optimizer(run: Run, platform: str) -> Iterator[Collective]:
+    """Yield what devices exchange in the optimizer's update, which is not in the trace; nothing of it is hidden."""
+    c = run.config.optimizer
+    module, _, name = getattr(part_tables.OPTIMIZERS.load(c.name), "exchanged", "").partition(":")
+    if module:
+        found = getattr(importlib.import_module(module), name)(c, run.abstract, run.layout, platform)
+        yield from itertools.starmap(Collective, found)
 
 
 def _stacked(block: Block) -> float:

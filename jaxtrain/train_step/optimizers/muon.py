@@ -33,7 +33,7 @@ def _step_factor(names: tuple, shape: tuple[int, ...], growth: Growth) -> float:
     return math.sqrt(outputs / inputs * max(rows / inputs, columns / outputs) / max(rows, columns))
 
 
-@rules(_step_factor, whole_matrices=True)
+@rules(_step_factor, whole_matrices=True, exchanged="jaxtrain.train_step.optimizers.muon_exchange:exchanged")
 def muon(parts: OptimizerParts) -> optax.GradientTransformation:
     """Return Muon."""
     c, axes = parts.optimizer, parts.axes

@@ -33,18 +33,25 @@ def orthogonalized(stacks: Sequence[jax.Array], eps: float, dtype: DTypeLike) ->
             devices fewer rounds.
         dtype: of the products.
     """
-    wide = [_wide(_normed(x, eps).astype(dtype)) for x in stacks]
-    found, alike = dict[int, jax.Array](), defaultdict[tuple[int, ...], list[int]](list)
-    for i, x in enumerate(wide):
-        alike[x.shape[1:]].append(i)
-    for group in alike.values():
-        counts = [len(wide[i]) for i in group]
-        if _rounds(sum(counts)) < sum(map(_rounds, counts)):
-            joined = _in_rounds(jnp.concatenate([wide[i] for i in group]))
-            found |= zip(group, jnp.split(joined, list(itertools.accumulate(counts))[:-1]), strict=True)
-        else:
-            found |= {i: _in_rounds(wide[i]) for i in group}
+    wide, found = [_wide(_normed(x, eps).astype(dtype)) for x in stacks], dict[int, jax.Array]()
+    for group in grouped([x.shape for x in wide]):
+        if len(group) == 1:
+            found[group[0]] = _in_rounds(wide[group[0]])
+            continue
+        joined, counts = _in_rounds(jnp.concatenate([wide[i] for i in group])), [len(wide[i]) for i in group]
+        found |= zip(group, jnp.split(joined, list(itertools.accumulate(counts))[:-1]), strict=True)
     return [found[i].mT if _is_tall(x) else found[i] for i, x in enumerate(stacks)]
+
+
+def grouped(shapes: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Return which wide stacks of these shapes are laid out together: those of equal matrices, if they save a round."""
+    alike = defaultdict[tuple[int, ...], list[int]](list)
+    for i, (_, *sides) in enumerate(shapes):
+        alike[tuple(sides)].append(i)
+    counts = {i: shape[0] for i, shape in enumerate(shapes)}
+    return [part for group in alike.values() for part in (
+        [group] if rounds(sum(counts[i] for i in group)) < sum(rounds(counts[i]) for i in group)
+        else [[i] for i in group])]
 
 
 def _normed(x_NRC: jax.Array, eps: float) -> jax.Array:
@@ -60,7 +67,7 @@ def _wide(x_NRC: jax.Array) -> jax.Array:
     return x_NRC.mT if _is_tall(x_NRC) else x_NRC
 
 
-def _rounds(matrices: int) -> int:
+def rounds(matrices: int) -> int:
     """Return how many rounds of one matrix on each device there are."""
     return -(-matrices // math.prod(size for _, size in spread_over(matrices)))
 
@@ -70,9 +77,9 @@ def _in_rounds(x_NRC: jax.Array) -> jax.Array:
     axes = spread_over(len(x_NRC))
     if len(x_NRC) == 1:
         return _on_devices(axes, x_NRC)
-    devices, rounds, rest = math.prod(size for _, size in axes), _rounds(len(x_NRC)), x_NRC.shape[1:]
-    padded = jnp.pad(x_NRC, ((0, rounds * devices - len(x_NRC)), (0, 0), (0, 0)))
-    found = lax.map(partial(_on_devices, axes), padded.reshape(rounds, devices, *rest))
+    devices, times, rest = math.prod(size for _, size in axes), rounds(len(x_NRC)), x_NRC.shape[1:]
+    padded = jnp.pad(x_NRC, ((0, times * devices - len(x_NRC)), (0, 0), (0, 0)))
+    found = lax.map(partial(_on_devices, axes), padded.reshape(times, devices, *rest))
     return found.reshape(-1, *rest)[:len(x_NRC)]
 
 

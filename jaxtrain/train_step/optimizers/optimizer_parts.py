@@ -16,15 +16,17 @@ StepFactor = Callable[[tuple, tuple[int, ...], Growth], float]  # from a paramet
 Optimizer = TypeVar("Optimizer")
 
 
-def rules(step_factor: StepFactor, *, whole_matrices: bool = False) -> Callable[[Optimizer], Optimizer]:
+def rules(step_factor: StepFactor, *, whole_matrices: bool = False,
+          exchanged: str = "") -> Callable[[Optimizer], Optimizer]:
     """Return a decorator of an optimizer that another rule of muP than Adam's holds for.
 
     Args:
         step_factor: what its steps are multiplied by in a model that is wider than the base.
         whole_matrices: it computes with a whole matrix, not with each element by itself.
+        exchanged: "module:function" of what devices exchange for it (muon_exchange.py), for the planner.
     """
     def with_rules(optimizer: Optimizer) -> Optimizer:
-        vars(optimizer).update(step_factor=step_factor, whole_matrices=whole_matrices)
+        vars(optimizer).update(step_factor=step_factor, whole_matrices=whole_matrices, exchanged=exchanged)
         return optimizer
     return with_rules
 
