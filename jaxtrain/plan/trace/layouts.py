@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtrain.plan.trace.program import Axes, Collective, Op, Spec, Value
 
-VIEWS = {"reshape", "reshard", "leave", "transpose", "squeeze", "expand_dims", "copy_p", "name", "optimization_barrier",
+VIEWS = {"reshape", "reshard", "sharding_constraint", "leave", "transpose", "squeeze", "expand_dims", "copy_p", "name", "optimization_barrier",
          "gradients_first", "pvary", "pcast", "stop_gradient", "reduce_precision", "mesh_cast", "rev"}
 # Operations of one argument that commute with a sum over devices.
 LINEAR = VIEWS | {"convert_element_type", "neg"}

@@ -64,8 +64,11 @@ def scale_by_orthogonality(parts: OptimizerParts) -> optax.GradientTransformatio
         own = {path: x for path, x in flat if is_matrix_of(path, x)}
         stacks = orthogonalized([as_stack(x, dimensions[path]) for path, x in own.items()], c.eps,
                                 dtype_of(c.orthogonal_dtype))
-        return {path: from_stack(stack, dimensions[path], x.shape).astype(jnp.float32) * RMS * math.sqrt(
-            max(stack.shape[1:])) for (path, x), stack in zip(own.items(), stacks, strict=True)}
+        # Widened only when they are back: the compiler would exchange them in float32.
+        narrow = jax.lax.optimization_barrier([from_stack(stack, dimensions[path], x.shape)
+                                               for (path, x), stack in zip(own.items(), stacks, strict=True)])
+        return {path: back.astype(jnp.float32) * RMS * math.sqrt(max(stack.shape[1:]))
+                for path, back, stack in zip(own, narrow, stacks, strict=True)}
 
     def is_matrix_of(path: tuple, x: jax.Array | optax.MaskedNode) -> bool:
         return path in dimensions and not isinstance(x, optax.MaskedNode)

@@ -79,7 +79,10 @@ def _in_rounds(x_NRC: jax.Array) -> jax.Array:
         return _on_devices(axes, x_NRC)
     devices, times, rest = math.prod(size for _, size in axes), rounds(len(x_NRC)), x_NRC.shape[1:]
     padded = jnp.pad(x_NRC, ((0, times * devices - len(x_NRC)), (0, 0), (0, 0)))
-    found = lax.map(partial(_on_devices, axes), padded.reshape(times, devices, *rest))
+    folded = padded.reshape(times, devices, *rest)
+    if _has_auto_axes():  # here, or the compiler would exchange the matrices of all rounds in each of them
+        folded = lax.with_sharding_constraint(folded, _places(axes, None))
+    found = lax.map(partial(_on_devices, axes), folded)
     return found.reshape(-1, *rest)[:len(x_NRC)]
 
 
@@ -121,6 +124,11 @@ def _has_auto_axes() -> bool:
     return not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
+def _places(axes: tuple[tuple[str, int], ...], *lead: None) -> PartitionSpec:
+    """Return the layout of matrices over these axes, behind further dimensions."""
+    return PartitionSpec(*lead, tuple(name for name, _ in axes) or None, None, None)
+
+
 def _on_devices(axes: tuple[tuple[str, int], ...], x_NRC: jax.Array) -> jax.Array:
     """Return the orthogonal matrices, of which each device computes those that these mesh axes give it.
 
@@ -129,5 +137,5 @@ def _on_devices(axes: tuple[tuple[str, int], ...], x_NRC: jax.Array) -> jax.Arra
     if not _has_auto_axes():
         return _iterated(x_NRC)
     # A region of its own: left to itself, the compiler would split products once more and exchange their sums.
-    places = PartitionSpec(tuple(name for name, _ in axes) or None, None, None)
+    places = _places(axes)
     return jax.shard_map(_iterated, in_specs=places, out_specs=places, check_vma=False)(x_NRC)
