@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxtrain.plan.trace.program import Axes, Collective, Op, Spec, Value
 
-VIEWS = {"reshape", "reshard", "sharding_constraint", "leave", "transpose", "squeeze", "expand_dims", "copy_p", "name", "optimization_barrier",
-         "gradients_first", "pvary", "pcast", "stop_gradient", "reduce_precision", "mesh_cast", "rev"}
+VIEWS = {"reshape", "reshard", "sharding_constraint", "leave", "transpose", "squeeze", "expand_dims", "copy_p", "name",
+         "optimization_barrier", "gradients_first", "pvary", "pcast", "stop_gradient", "reduce_precision", "mesh_cast", "rev"}
 # Operations of one argument that commute with a sum over devices.
 LINEAR = VIEWS | {"convert_element_type", "neg"}
 
@@ -180,6 +180,25 @@ def spec_of(spec: Any, rank: int) -> Spec:
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in
                getattr(spec, "partitions", spec)]
     return (*entries, *[()] * (rank - len(entries)))
+
+
+def carried(name: str, params: Mapping[str, Any], given: Value, shape: Sequence[int], sizes: Mapping[str, int]) -> Spec:
+    """Return the layout that the compiler gives a result of this shape where it lays out arrays by itself."""
+    if name == "sharding_constraint":
+        return spec_of(params["sharding"].spec, len(shape))
+    if name == "transpose":
+        return tuple(given.spec[d] for d in params["permutation"])
+    if name in ("pad", "slice", "concatenate", "rev"):
+        return given.spec
+    found: list[Axes] = [()] * len(shape)
+    if name == "reshape":
+        for d, entry in enumerate(given.spec):
+            before, parts = math.prod(given.shape[:d]), math.prod(sizes[axis] for axis in entry)
+            fits = [n for n in range(len(shape)) if shape[n] % parts == 0 and (
+                math.prod(shape[:n]) <= before < math.prod(shape[:n + 1]))]
+            if entry and fits:
+                found[fits[0]] += entry
+    return tuple(found)
 
 
 def flat(spec: Spec) -> Axes:

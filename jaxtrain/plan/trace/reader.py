@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, subjaxpr
 
 from jaxtrain.parallel.experts import OVERFLOW
 from jaxtrain.plan.trace import kernels
-from jaxtrain.plan.trace.layouts import LINEAR, VIEWS, Placing, explicit, flat, splits_more
+from jaxtrain.plan.trace.layouts import LINEAR, VIEWS, Placing, carried, explicit, flat, spec_of, splits_more
 from jaxtrain.plan.trace.program import Block, Collective, Value
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
@@ -175,6 +175,11 @@ class _Reader(Placing):
             shape = outputs[0].shape
             outputs[0] = self.value(shape, outputs[0].dtype, tuple(places.get(d, ()) for d in range(len(shape))))
             return
+        if inputs and any(inputs[0].spec) or eqn.primitive.name == "sharding_constraint":
+            shape = outputs[0].shape
+            spec = carried(eqn.primitive.name, eqn.params, inputs[0], shape, self.sizes)
+            if any(spec):
+                outputs[0] = self.value(shape, outputs[0].dtype, spec)
         for i, value in enumerate(outputs):
             like = [given for given in inputs if given.shape == value.shape]
             if like and not any(value.spec):
@@ -304,20 +309,29 @@ class _Reader(Placing):
                 self.same[key] = self.emit("enter", "view", [value], [self.of_aval(var.aval)])
             local += self.same[key]
         for value, var in zip(self.inline(getattr(body, "jaxpr", body), local), eqn.outvars, strict=True):
-            outer.append(self.emit("leave", "view", [value], [self.of_aval(var.aval)])[0])
+            left = self.of_aval(var.aval)
+            if not explicit(var.aval):
+                left = self.value(left.shape, left.dtype, spec_of(eqn.params["out_specs"][len(outer)], len(left.shape)))
+            outer.append(self.emit("leave", "view", [value], [left])[0])
             outer[-1].pending = value.pending
         return outer
 
     def scan(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         params = eqn.params
         if "ft_in" in params:  # JAX 0.12
-            consts, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
+            consts, carries, _ = (len(list(part)) for part in params["ft_in"].unpack())
         else:
-            consts, carried = params["num_consts"], params["num_carry"]
+            consts, carries = params["num_consts"], params["num_carry"]
         inputs = [self.summed(value) for value in inputs]
-        body = self.block(params["jaxpr"].jaxpr)
+        closed = params["jaxpr"].jaxpr
+        given = None if all(explicit(var.aval) for var in closed.invars) else [
+            value if i < consts + carries else self.value(value.shape[1:], value.dtype, value.spec[1:])
+            for i, value in enumerate(inputs)]
+        body = self.block(closed, given)
         outputs = [self.of_aval(var.aval) for var in eqn.outvars]
-        return self.emit("scan", "real", inputs, outputs, bodies=[body], times=params["length"], carried=carried,
+        outputs = [out if explicit(var.aval) else self.value(out.shape, out.dtype, ((),) * (i >= carries) + found.spec)
+                   for i, (out, var, found) in enumerate(zip(outputs, eqn.outvars, body.outputs, strict=True))]
+        return self.emit("scan", "real", inputs, outputs, bodies=[body], times=params["length"], carried=carries,
                          consts=consts)
 
     def whilst(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:

@@ -79,11 +79,23 @@ def _in_rounds(x_NRC: jax.Array) -> jax.Array:
         return _on_devices(axes, x_NRC)
     devices, times, rest = math.prod(size for _, size in axes), rounds(len(x_NRC)), x_NRC.shape[1:]
     padded = jnp.pad(x_NRC, ((0, times * devices - len(x_NRC)), (0, 0), (0, 0)))
-    folded = padded.reshape(times, devices, *rest)
-    if _has_auto_axes():  # here, or the compiler would exchange the matrices of all rounds in each of them
-        folded = lax.with_sharding_constraint(folded, _places(axes, None))
-    found = lax.map(partial(_on_devices, axes), folded)
-    return found.reshape(-1, *rest)[:len(x_NRC)]
+    # Here, or the compiler would exchange the matrices of all rounds in each of them.
+    found = lax.map(partial(_on_devices, axes), _moved(padded.reshape(times, devices, *rest), axes))
+    return _moved(found, axes, back=True).reshape(-1, *rest)[:len(x_NRC)]
+
+
+def _moved(x: jax.Array, axes: tuple[tuple[str, int], ...], back: bool = False) -> jax.Array:
+    """Return [rounds, devices, ...] laid out over mesh axes, or left so that it may be laid out otherwise.
+
+    Axis by axis: the compiler exchanges parts over one, and over several at once it would make arrays whole everywhere.
+    """
+    if not _has_auto_axes():
+        return x
+    free = PartitionSpec.UNCONSTRAINED
+    steps = [PartitionSpec(None, tuple(name for name, _ in axes[:n]), free, free) for n in range(1, len(axes))]
+    for spec in steps[::-1] if back else [*steps, _places(axes, None)]:
+        x = lax.with_sharding_constraint(x, spec)
+    return x
 
 
 def _iterated(x_NRC: jax.Array) -> jax.Array:
