@@ -71,8 +71,7 @@ def _of_stack(shape: tuple[int, int, int], split: frozenset[str], sizes: dict[st
     both, gathered, again = (tuple(axis for axis in sizes if axis in some) for some in (
         split & spread, split - spread, spread - split))
     found = [("all-gather", gathered, here)] if gathered else []
-    if both:
-        found += [("all-to-all", both, here // math.prod(sizes[axis] for axis in gathered))] * 2
+    found += [("all-to-all", (axis,), here // math.prod(sizes[axis] for axis in gathered)) for axis in both] * 2
     if again:
         found += [("all-gather", again, math.prod(shape) * width // math.prod(sizes[axis] for axis in split))]
     return found
