@@ -12,7 +12,7 @@ Shape suffixes: L layers of a stack, H query heads, G key heads, R query heads o
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.base.further_sums import LARGEST, NOTHING
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import head_logits
 from jaxtrain.models.decoder import Decoder
@@ -29,7 +30,6 @@ from jaxtrain.run import Extension, Parts
 from jaxtrain.sharding import mesh_context
 from jaxtrain.sharding.axis_rules import Axes, Names
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.further_sums import LARGEST, NOTHING
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.state import Extras, Layout, Params, Skeleton
 
@@ -176,7 +176,7 @@ def _refused(reason: str, fix: str = "leave it out") -> UserError:
     return UserError(KEY, reason, fix)
 
 
-def _at(tree: PyTree, path: Path) -> Any:
+def _at(tree: PyTree, path: Path) -> PyTree:
     for key in path:
         tree = tree[key]
     return tree
@@ -188,7 +188,7 @@ def _nested(path: Path, tree: PyTree) -> Params:
     return tree
 
 
-def _with(axes: Axes, paths: Any) -> Axes:
+def _with(axes: Axes, paths: Iterable[Path]) -> Axes:
     """Return the part of a tree of trained parameters' names that attention at these paths has for its logits."""
     parts = []
     for path in paths:

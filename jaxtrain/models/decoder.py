@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.base.further_sums import LARGEST
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.remat_policies import policies
 from jaxtrain.config.schema import MeshConfig, TrainConfig
@@ -26,7 +27,6 @@ from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.rematerialization import cut, layers_at_once
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
 from jaxtrain.sharding import activations
-from jaxtrain.train_step.further_sums import LARGEST
 
 if TYPE_CHECKING:
     from jaxtrain.models.heads.multi_token_prediction import MTPHead

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.base.further_sums import LARGEST
 from jaxtrain.models.attention import head_logits
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.gradient_order import gradients_first
-from jaxtrain.train_step.further_sums import LARGEST
 
 PASSED_ON = "passed on"  # the auxiliary value of a layer that all layers after it in a group are given beside angles
 

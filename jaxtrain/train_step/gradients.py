@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base import further_sums
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.sharding import activations, axis_rules, mesh_context
-from jaxtrain.train_step import further_sums, partition
+from jaxtrain.train_step import partition
 from jaxtrain.train_step import precision as precisions
 from jaxtrain.train_step.state import Layout, Params, TrainState
 

@@ -96,7 +96,7 @@ def test_the_time_over_adamw_is_the_recorded_one(muon, adamw, within, monkeypatc
     assert time_over_adamw(CASES[muon]) == pytest.approx(recorded, rel=within)
     if parse(CASES[muon]["target"])[1] > 1:
         monkeypatch.setattr(muon_exchange, "exchanged", lambda *_: [])
-        assert time_over_adamw(CASES[muon]) != pytest.approx(recorded, rel=within), "an exchange for nothing is not seen"
+        assert time_over_adamw(CASES[muon]) != pytest.approx(recorded, rel=within), "its price is not seen"
 
 
 def test_an_optimizer_without_an_exchange_has_none():

@@ -10,8 +10,8 @@ from contextvars import ContextVar
 import jax
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.base.further_sums import LARGEST
 from jaxtrain.sharding import activations
-from jaxtrain.train_step.further_sums import LARGEST
 
 _FOUND: ContextVar[list[jax.Array] | None] = ContextVar("found", default=None)
 

@@ -22,12 +22,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base import further_sums
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.sections.compression_keys import CompressionConfig
 from jaxtrain.parallel.compression import codecs, exchange
 from jaxtrain.sharding import activations, axis_rules
 from jaxtrain.sharding.axis_rules import AnyMesh, Rules, Shardings
-from jaxtrain.train_step import further_sums
 from jaxtrain.train_step.gradients import LossSums, StateGradient
 from jaxtrain.train_step.state import Layout, Params, TrainState
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base import further_sums
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.schema import PipelineConfig
 from jaxtrain.parallel import schedules
@@ -27,7 +28,7 @@ from jaxtrain.parallel.pipeline.stage import Stage
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import activations, axis_rules
 from jaxtrain.sharding.axis_rules import SpecEntry
-from jaxtrain.train_step import further_sums, partition
+from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Batch, Params
 
 MANUAL = ("data", "fsdp", "context", "expert", "stage")

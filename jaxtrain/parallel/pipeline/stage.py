@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtrain.base import further_sums
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.parallel.pipeline.deferred import Deferred, Ledger, Path, put, take
 from jaxtrain.parallel.pipeline.parts import Parts, Sums, lower, whole
 from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.parallel.schedules import Column, Hop, Schedule, table
 from jaxtrain.sharding import activations
-from jaxtrain.train_step import further_sums, partition
+from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Batch, Params
 
 F32 = jnp.float32

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.plan.trace.program import Axes, Collective, Op, Spec, Value
 
 VIEWS = {"reshape", "reshard", "sharding_constraint", "leave", "transpose", "squeeze", "expand_dims", "copy_p", "name",
-         "optimization_barrier", "gradients_first", "pvary", "pcast", "stop_gradient", "reduce_precision", "mesh_cast", "rev"}
+         "optimization_barrier", "gradients_first", "pvary", "pcast", "stop_gradient", "reduce_precision", "mesh_cast",
+         "rev"}
 # Operations of one argument that commute with a sum over devices.
 LINEAR = VIEWS | {"convert_element_type", "neg"}
 
@@ -182,7 +184,7 @@ def spec_of(spec: Any, rank: int) -> Spec:
     return (*entries, *[()] * (rank - len(entries)))
 
 
-def carried(name: str, params: Mapping[str, Any], given: Value, shape: Sequence[int], sizes: Mapping[str, int]) -> Spec:
+def carried(name: str, params: Mapping[str, PyTree], given: Value, shape: Sequence[int], sizes: Mapping[str, int]) -> Spec:
     """Return the layout that the compiler gives a result of this shape where it lays out arrays by itself."""
     if name == "sharding_constraint":
         return spec_of(params["sharding"].spec, len(shape))

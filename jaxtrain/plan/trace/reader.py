@@ -175,7 +175,7 @@ class _Reader(Placing):
             shape = outputs[0].shape
             outputs[0] = self.value(shape, outputs[0].dtype, tuple(places.get(d, ()) for d in range(len(shape))))
             return
-        if inputs and any(inputs[0].spec) or eqn.primitive.name == "sharding_constraint":
+        if (inputs and any(inputs[0].spec)) or eqn.primitive.name == "sharding_constraint":
             shape = outputs[0].shape
             spec = carried(eqn.primitive.name, eqn.params, inputs[0], shape, self.sizes)
             if any(spec):

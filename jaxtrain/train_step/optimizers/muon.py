@@ -135,19 +135,13 @@ def muon_dimensions(names: tuple, split_heads: bool = False) -> Dimensions | Non
 def as_stack(x: jax.Array, own: Dimensions) -> jax.Array:
     """Return the matrices of a parameter as [matrices, rows, columns]."""
     sizes = [math.prod(x.shape[i] for i in side) for side in (own.stacked, own.rows, own.columns)]
-    return x.transpose(_order(own)).reshape(sizes)
+    return x.transpose(own.stacked + own.rows + own.columns).reshape(sizes)
 
 
 def from_stack(stack: jax.Array, own: Dimensions, shape: tuple[int, ...]) -> jax.Array:
     """Return the parameter that `as_stack` took apart."""
-    order = _order(own)
+    order = own.stacked + own.rows + own.columns
     return stack.reshape([shape[i] for i in order]).transpose([order.index(i) for i in range(len(order))])
-
-
-def _order(own: Dimensions) -> tuple[int, ...]:
-    """Return the dimensions as a stack has them: those of experts, or of heads, before layers, since a mesh splits them.
-    """
-    return own.stacked[::-1] + own.rows + own.columns
 
 
 def _is_masked(x: object) -> bool:

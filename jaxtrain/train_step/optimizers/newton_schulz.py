@@ -79,11 +79,10 @@ def _in_rounds(x_NRC: jax.Array) -> jax.Array:
         return _on_devices(axes, x_NRC)
     devices, times, rest = math.prod(size for _, size in axes), rounds(len(x_NRC)), x_NRC.shape[1:]
     padded = jnp.pad(x_NRC, ((0, times * devices - len(x_NRC)), (0, 0), (0, 0)))
-    # A device's own are neighbours in the stack: experts that a mesh splits stay together. They move here, or the
-    # compiler would exchange those of all rounds in each of them.
-    folded = _moved(padded.reshape(devices, times, *rest).swapaxes(0, 1), axes)
-    found = _moved(lax.map(partial(_on_devices, axes), folded), axes, back=True)
-    return found.swapaxes(0, 1).reshape(-1, *rest)[:len(x_NRC)]
+    # Here, or the compiler would exchange the matrices of all rounds in each of them. Were a device's own neighbours in
+    # the stack, it would exchange the momentum itself, in float32 and more than once.
+    found = lax.map(partial(_on_devices, axes), _moved(padded.reshape(times, devices, *rest), axes))
+    return _moved(found, axes, back=True).reshape(-1, *rest)[:len(x_NRC)]
 
 
 def _moved(x: jax.Array, axes: tuple[tuple[str, int], ...], back: bool = False) -> jax.Array:
@@ -125,8 +124,7 @@ def spread_over(matrices: int) -> tuple[tuple[str, int], ...]:
     if not _has_auto_axes():
         return ()
     mesh = jax.sharding.get_abstract_mesh()
-    # The last first, so that what splits layers or experts at rest comes before what splits their matrices.
-    axes = [(name, size) for name, size in reversed(mesh.shape.items()) if size > 1]
+    axes = [(name, size) for name, size in mesh.shape.items() if size > 1]
     subsets = [some for count in range(len(axes) + 1) for some in itertools.combinations(axes, count)]
     sizes = {some: math.prod(size for _, size in some) for some in subsets}
     enough = [some for some in subsets if sizes[some] >= matrices]
