@@ -184,7 +184,8 @@ def spec_of(spec: Any, rank: int) -> Spec:
     return (*entries, *[()] * (rank - len(entries)))
 
 
-def carried(name: str, params: Mapping[str, PyTree], given: Value, shape: Sequence[int], sizes: Mapping[str, int]) -> Spec:
+def carried(name: str, params: Mapping[str, PyTree], given: Value, shape: Sequence[int],
+            sizes: Mapping[str, int]) -> Spec:
     """Return the layout that the compiler gives a result of this shape where it lays out arrays by itself."""
     if name == "sharding_constraint":
         return spec_of(params["sharding"].spec, len(shape))
