@@ -54,7 +54,7 @@ def initial(family):
 
 @functools.cache
 def truth(family):
-    """Of one step: the loss, the gradient's norm, each head's largest logit by layer, and parameters after plain SGD.
+    """One step: its loss, the gradient's norm, each head's largest logit by layer, and parameters after plain SGD.
     """
     c, batch, logits = reference.tiny(family), reference.batch(0), []
 

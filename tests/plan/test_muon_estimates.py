@@ -1,4 +1,4 @@
-"""What Muon costs in a plan: its products, what its matrices exchange, and its time over AdamW's in recorded steps."""
+"""The cost of Muon in a plan: its products, what its matrices exchange, and its time over AdamW's in recorded steps."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What devices exchange so that Muon has whole matrices (`newton_schulz.py`), for the planner.
+"""The exchange by which Muon has whole matrices (`newton_schulz.py`), for the planner.
 
 A trace does not say it: the optimizer's update is the one region in which the compiler lays out arrays. The products
 are in the trace, as many as a device computes.
