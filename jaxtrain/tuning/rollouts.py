@@ -23,10 +23,8 @@ from jaxtrain.data.loading.shuffle import Order
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
-from jaxtrain.hub.batching.continuations import text_of
 from jaxtrain.hub.decoding import decoding
 from jaxtrain.hub.generate import Generated, generate
-from jaxtrain.objectives.policy_gradient import VALUES
 from jaxtrain.observe import events
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Run
@@ -292,25 +290,12 @@ class Rollouts:
         """Return the answers that the step draws, of drafts by the sampler."""
         from jaxtrain.tuning.exact import exact_answers
 
-        copy, many = self._laid_out(state), self.settings.max_new_tokens
-
-        def draft(numbers, begun):
-            if not numbers:
-                return []
-            drawn = [(n, len(begin)) for n, begin in zip(numbers, begun, strict=True)]
-            whole = [[*prompts[n], *begin] for n, begin in zip(numbers, begun, strict=True)]
-            return [exact_answers.joined(begin, answer, many) for begin, answer in zip(
-                begun, self._sampled(copy, whole, seed, drawn), strict=True)]
-
-        ends = exact_answers.Ends(frozenset([*self.ends, self.tokenizer.eod]), many)
-        unknown = {name: 0.0 for name in self.run.objective.batch_spec.keys() & {"advantages", *VALUES}}
-        answers, fields = exact_answers.draw(
-            self.run, state, prompts, lambda found: self._columns(
-                (prompt, answer, 0.0, unknown) for prompt, answer in zip(prompts, found, strict=True)),
-            draft, ends, seed, self.tokenizer.vocab_size)
+        sampled = partial(self._sampled, self._laid_out(state))
+        ends = exact_answers.Ends(frozenset([*self.ends, self.tokenizer.eod]), self.settings.max_new_tokens)
+        answers, fields = exact_answers.to_prompts(self.run, state, prompts, self._columns, sampled, ends, seed,
+                                                   self.tokenizer)
         self._fields |= fields
-        return [replace(answer, text=text_of(self.tokenizer, prompt, answer.tokens))
-                for prompt, answer in zip(prompts, answers, strict=True)]
+        return answers
 
     def _laid_out(self, state: TrainState) -> TrainState:
         """Return the state with weights as decoding uses them, in a copy that lives while the model answers."""

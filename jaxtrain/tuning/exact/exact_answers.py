@@ -12,7 +12,7 @@ here, a draft is kept wherever both models draw the same token.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -20,15 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.hub.batching.continuations import text_of
 from jaxtrain.hub.batching.sampler import seeds_of
 from jaxtrain.hub.generate import Generated
+from jaxtrain.objectives.policy_gradient import VALUES
 from jaxtrain.run import Run, compiled_step
 from jaxtrain.sharding.host_memory import copied
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.tuning.exact.exact_objective import DRAWN, KEYS, PLACE, SAID
 
 Columns = dict[str, np.ndarray]
+# (tokens to continue, seed, and of each the number of its answer and how many tokens of that are there) -> answers.
+Sampled = Callable[[list[list[int]], int, list[tuple[int, int]]], list[Generated]]
 # (numbers of answers, tokens that each begins with) -> answers that go on from these.
 Draft = Callable[[Sequence[int], Sequence[Sequence[int]]], list[Generated]]
 
@@ -39,6 +44,30 @@ class Ends:
 
     tokens: frozenset[int]
     most: int  # tokens of an answer
+
+
+def to_prompts(run: Run, state: TrainState, prompts: list[list[int]], columns: Callable[[Iterable[tuple]], Columns],
+               sampled: Sampled, ends: Ends, seed: int, words: Tokenizer) -> tuple[list[Generated], dict[str, float]]:
+    """Return the step's own answers to prompts, and what is measured of how they came about.
+
+    Args:
+        columns: makes the step's batch of prompts, answers, rewards, and what is known of tokens.
+        sampled: makes drafts.
+    """
+    def draft(numbers: Sequence[int], begun: Sequence[Sequence[int]]) -> list[Generated]:
+        if not numbers:
+            return []
+        drawn = [(n, len(begin)) for n, begin in zip(numbers, begun, strict=True)]
+        whole = [[*prompts[n], *begin] for n, begin in zip(numbers, begun, strict=True)]
+        return [joined(begin, answer, ends.most) for begin, answer in zip(
+            begun, sampled(whole, seed, drawn), strict=True)]
+
+    unknown = {name: 0.0 for name in run.objective.batch_spec.keys() & {"advantages", *VALUES}}
+    answers, fields = draw(run, state, prompts, lambda found: columns(
+        (prompt, answer, 0.0, unknown) for prompt, answer in zip(prompts, found, strict=True)), draft, ends, seed,
+        words.vocab_size)
+    return [replace(answer, text=text_of(words, prompt, answer.tokens))
+            for prompt, answer in zip(prompts, answers, strict=True)], fields
 
 
 def draw(run: Run, state: TrainState, prompts: Sequence[Sequence[int]],
