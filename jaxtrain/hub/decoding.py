@@ -13,7 +13,7 @@ V vocabulary.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.decoder_config import RoutedDecoderConfig
+from jaxtrain.hub.batching import told_routes
 from jaxtrain.hub.batching.generation_rows import (
     OF_ROWS,
     State,
@@ -46,6 +47,7 @@ from jaxtrain.models import lora
 from jaxtrain.models.attention import cache_pages
 from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place, joined, slots_of, split, with_slots
 from jaxtrain.models.decoder import Compute, Decoder
+from jaxtrain.models.experts import kept_routes
 from jaxtrain.models.make_model import make_model
 from jaxtrain.parallel.expert_options import ExpertOptions
 from jaxtrain.sharding import activations, axis_rules, mesh_context
@@ -106,9 +108,12 @@ class Decoding:
         """Whether the cache is in pages. A CPU would copy them together for each token; its layers have arrays."""
         return not self.apart
 
-    def context(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the programs are traced."""
-        return mesh_context.use(self.run.mesh, self.rules, self.run.sharded.settings.platform)
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """A context in which the programs are traced."""
+        with (mesh_context.use(self.run.mesh, self.rules, self.run.sharded.settings.platform),
+              kept_routes.kept(self.run.config.rl.replay_routes)):
+            yield
 
     def placement(self, dimensions: int) -> P:
         """Return how an array of this many dimensions is spread over the mesh by its first one."""
@@ -212,6 +217,11 @@ class Decoding:
         with self.context():
             return jax.tree.map(np.asarray, self._replicate({name: state[name] for name in SAID}))
 
+    def routes(self, entries: PyTree, rows: np.ndarray) -> np.ndarray:
+        """Return the routes in these rows of a state's entries, or in these pages, on the host of every process."""
+        with self.context():
+            return np.asarray(self._routes_program(entries, rows))
+
     def model_of(self, params: Params) -> Decoder:
         """Return the model with these parameters, as it computes."""
         return self.model.merge(self._in_use(params))
@@ -238,6 +248,10 @@ class Decoding:
     @functools.cached_property
     def _replicate(self):
         return jax.jit(lambda tree: jax.tree.map(lambda x: jax.reshard(x, P(*[None] * x.ndim)), tree))
+
+    @functools.cached_property
+    def _routes_program(self):
+        return jax.jit(told_routes.taken)
 
     @functools.cached_property
     def lay_out_program(self):

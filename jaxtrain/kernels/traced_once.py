@@ -4,15 +4,16 @@ JAX keeps what it lowered by the traced kernel. Layers of one loop share that, u
 a repeated pattern, would each trace and lower the same kernel again.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cache
+from typing import TypeVar
 
 import jax
 
-from jaxtrain.base.annotations import PyTree
+Result = TypeVar("Result")
 
 
-def traced_once(kernel: Callable[..., PyTree], *arrays: jax.Array, interpret: object, **told: Hashable) -> PyTree:
+def traced_once(kernel: Callable[..., Result], *arrays: jax.Array, interpret: object, **told: object) -> Result:
     """Return what a kernel makes of arrays; what it is told are values that can be hashed."""
     if interpret:
         return kernel(*arrays, interpret=interpret, **told)
@@ -20,5 +21,5 @@ def traced_once(kernel: Callable[..., PyTree], *arrays: jax.Array, interpret: ob
 
 
 @cache
-def _jitted(kernel: Callable[..., PyTree], static: tuple[str, ...]) -> Callable[..., PyTree]:
+def _jitted(kernel: Callable[..., Result], static: tuple[str, ...]) -> Callable[..., Result]:
     return jax.jit(kernel, static_argnames=static)

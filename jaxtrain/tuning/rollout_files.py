@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxtrain.base.annotations import JsonMapping, JsonObject
@@ -12,6 +12,7 @@ from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, parsed, read
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning.environments.conversation import FORM, Conversation, Valued, sampled_tokens
+from jaxtrain.tuning.routes import sampled_routes
 
 FIX = "bring it back, or delete it: the model that goes on answers in its place"
 
@@ -41,6 +42,7 @@ class RolloutFiles:
     valued: bool  # answers have the values that a head expected
     taught: bool  # and the log-probabilities of a teacher
     turns: bool = False  # they are conversations
+    routed: bool = False  # answers have the routes of their tokens
 
     def path(self, first: int) -> Path:
         """Return the file of the answers that are first trained on in this step, counted from 0."""
@@ -58,8 +60,10 @@ class RolloutFiles:
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps({"prompt": self.records[n]["prompt"], "number": n, **self._scored(one, totals, at),
                              "policy_step": one.policy_step, **({"weights": one.weights} if one.weights else {}),
-                             **asdict(answer)}, ensure_ascii=False)
+                             **_plain(answer)}, ensure_ascii=False)
                  for at, (n, answer) in enumerate(zip(one.numbers, one.answers, strict=True))]
+        if self.routed:
+            sampled_routes.write(self.path(first), one.answers, durable)
         atomic_files.write(self.path(first), "".join(f"{line}\n" for line in lines), durable=durable)
 
     def _scored(self, one: Round, totals: Sequence[float] | None, at: int) -> JsonObject:
@@ -99,6 +103,8 @@ class RolloutFiles:
             found: list[Generated] = [kind(**one) for one in rest]
             if any(len(sampled_tokens(one)) != len(one.tokens) for one in found if isinstance(one, Conversation)):
                 raise ValueError("turns do not have as many tokens as the conversation")
+            if self.routed:
+                found = sampled_routes.read(path, found)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError("rl", f"{path} is not as the run wrote it ({error})", FIX) from error
         if len(found) != len(numbers) or len(scores) not in (0, len(numbers)):
@@ -114,3 +120,10 @@ class RolloutFiles:
         """Return the score by each scorer; files of earlier versions have one reward."""
         scores = line["scores"] if "scores" in line else {name: line["reward"] for name in self.names[:1]}
         return [float(scores[name]) for name in self.names]
+
+
+def _plain(answer: Generated) -> JsonObject:
+    """Return an answer as JSON; its routes have a file of their own."""
+    plain = asdict(replace(answer, routes=None))
+    del plain["routes"]
+    return plain

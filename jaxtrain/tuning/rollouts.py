@@ -95,7 +95,7 @@ class Rollouts:
         self._pending = PendingRewards(scorers.asked, scorers.threads(self.staleness))
         self._files = None if folder is None else RolloutFiles(
             folder, records, scorers.names, self.settings.value_head, teacher is not None,
-            environment is not None)
+            environment is not None, c.replay_routes)
         self._fields: dict[str, float] = {}  # of the next line of metrics
         self._begin()
 
@@ -368,12 +368,17 @@ class Rollouts:
 
     def _columns(self, rows: Iterable[tuple]) -> dict[str, np.ndarray]:
         """Return a batch of rows, of each of which the arguments of `_row` are given."""
+        rows = [*rows]
         made = [self._row(*each) for each in rows]
         columns = {name: np.stack([row[name] for row in made]) for name in made[0]}
         if self.settings.exact:
             from jaxtrain.tuning.exact.exact_answers import places
 
             columns |= places(len(made), self.seq_len)
+        if self.settings.replay_routes:
+            from jaxtrain.tuning.routes.sampled_routes import routes_of
+
+            columns |= routes_of([answer for _, answer, *_ in rows], columns["segments"].sum(1), self.seq_len)
         return columns
 
     def is_left_out(self, answer: Generated) -> bool:

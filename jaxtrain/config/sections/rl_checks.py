@@ -20,6 +20,9 @@ def check(config: Any) -> None:
     if c.exact and c.environment:
         raise UserError("rl.exact", "the answers of a step are drawn as the rows of its batch, and conversations with "
                         "rl.environment turn by turn", "leave one of them out")
+    if c.environment and c.replay_routes:
+        raise UserError("rl.replay_routes", "conversations with rl.environment read what was said before anew at each "
+                        "turn", "leave one of them out")
     if c.exact and c.replay_routes:
         raise UserError("rl.replay_routes", "with rl.exact the step takes its own routes while it draws answers",
                         "leave one of them out")

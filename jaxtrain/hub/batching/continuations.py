@@ -1,7 +1,7 @@
 """Continuations of prompts: their tokens, their text, and the stop strings in it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +17,8 @@ class Generated:
     logprobs: tuple[float, ...] | None  # of each token by the model itself, before temperature and filters
     finish_reason: str  # "stop": a stop token or string; "length": there was no room for more
     end: tuple[int, float] | None = None  # the stop token that ended it, and its log-probability
+    # the experts that its tokens went to, and those of its prompt [tokens, layers, experts of a token]; below 0: none
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 def text_of(words: Tokenizer, prompt: Sequence[int], tokens: Sequence[int] | np.ndarray) -> str:

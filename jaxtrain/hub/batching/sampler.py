@@ -12,7 +12,7 @@ come to have. Equal prompts that join together are computed once. On a mesh, a r
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+from jaxtrain.hub.batching import told_routes
 from jaxtrain.hub.batching.continuations import Generated, before, text_of
 from jaxtrain.hub.batching.page_numbers import PageNumbers
 from jaxtrain.hub.batching.rounding import bucket
@@ -145,6 +146,7 @@ class Sampler:
                                          self._enough())
         self.changed, self.kept = False, self.state.pop(PAGES, None)
         seen = self.programs.read(self.state)
+        routes = self._routes([text for text in self.live if seen["done"][text.device * self.places + text.place]])
         for text in [*self.live]:
             row = text.device * self.places + text.place
             new = int(seen["count"][row]) - len(text.tokens)
@@ -154,12 +156,32 @@ class Sampler:
             if self.words and self.strings:
                 cut = before(self.strings, self.words, text.ids, text.tokens, self.keep_stop)
             if cut or seen["done"][row]:
-                self.found[text.number] = self._record(text, cut, int(seen["end"][row]),
-                                                       float(seen["end_logprob"][row]))
+                self.found[text.number] = replace(self._record(text, cut, int(seen["end"][row]), float(
+                    seen["end_logprob"][row])), routes=routes.get(text.number))
                 self.live.remove(text)
                 self.changed |= not seen["done"][row]
                 if self.pages is not None:
                     self.pages.release(text.device, text.pages)
+
+    def _routes(self, texts: list[_Text]) -> dict[int, np.ndarray]:
+        """Return the routes of the tokens of texts that have ended, by their numbers, where layers keep them."""
+        if not texts or not self.programs.run.config.rl.replay_routes:
+            return {}
+        entries = self.state["entries"] if self.pages is None else self.kept
+        layers, many = told_routes.layers_of(entries), self.programs.run.config.model.num_layers
+        if self.pages is None:
+            rows = np.array([text.device * self.places + text.place for text in texts])
+            found = self.programs.routes(entries, np.resize(rows, bucket(len(rows))))
+            return {text.number: told_routes.of_text(found[:, at], layers, self.slots, many)
+                    for at, text in enumerate(texts)}
+        pages = np.concatenate([text.device * self.pages.size + np.array(text.pages) for text in texts])
+        found, made, at = self.programs.routes(entries, np.resize(pages, bucket(len(pages)))), {}, 0
+        for text in texts:
+            own = found[:, at:at + len(text.pages)]
+            own = own.reshape(len(own), -1, own.shape[-1])
+            made[text.number] = told_routes.of_text(own, layers, own.shape[1], many)
+            at += len(text.pages)
+        return made
 
     # --------------------------------------------------------------------------------------------- which rows there are
 
