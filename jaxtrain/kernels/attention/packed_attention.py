@@ -36,13 +36,12 @@ def attention(kernels: str, widths: tuple[int, ...], q_BTHK: jax.Array, k_BTGK: 
               sinks_H: jax.Array | None = None) -> jax.Array:
     """Return attention of one device's arrays by the kernels of a backend; heads are padded to one of these widths.
 
-    Values have the width of keys in Mosaic's kernels, and one of their own in Triton's.
+    Values have a width of their own; where it is the wider one, Mosaic's kernels get keys padded to it.
     """
     (B, T, _, K), width = q_BTHK.shape, v_BTGK.shape[-1]
     seen = bounds(jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT, window, -T % BLOCK)
-    of_keys, of_values = (K, width) if kernels == "triton" else (max(K, width),) * 2
-    q_BTHK, k_BTGK = (_padded(x, of_keys, widths) for x in (q_BTHK, k_BTGK))
-    v_BTGK = _padded(v_BTGK, of_values, widths)
+    q_BTHK, k_BTGK = (_padded(x, K if kernels == "triton" else max(K, width), widths) for x in (q_BTHK, k_BTGK))
+    v_BTGK = _padded(v_BTGK, width, widths)
     with jax.named_scope(f"window_{window}"):  # by this name jaxtrain.plan knows what the kernels compute
         out_BTHK = _attention((kernels, window, soft_cap, K**-0.5), q_BTHK, k_BTGK, v_BTGK, *seen, sinks_H)
     return out_BTHK[:, :T, :, :width]
@@ -98,7 +97,8 @@ def part(widths: tuple[int, ...], q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: 
     their window.
     """
     (_, T, _, K), width = q_BTHK.shape, v_BTGK.shape[-1]
-    q, k, v = (_padded(x, max(K, width), widths) for x in (q_BTHK, k_BTGK, v_BTGK))
+    q, k = (_padded(x, max(K, width), widths) for x in (q_BTHK, k_BTGK))
+    v = _padded(v_BTGK, width, widths)
     with jax.named_scope(f"window_{window}"):
         out_BTHK, lse_BHT = _results(("mosaic", window, soft_cap, K**-0.5), q, k, v,
                                      _both(ranges.first_key, ranges.last_key))
@@ -114,7 +114,8 @@ def part_gradients(widths: tuple[int, ...], q_BTHK: jax.Array, k_BTGK: jax.Array
     """
     (_, T, _, K), S, width = q_BTHK.shape, k_BTGK.shape[1], v_BTGK.shape[-1]
     rows = (jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0))).swapaxes(1, 2) for x in (lse_BTH / LN2, delta_BTH))
-    arrays = *(_padded(x, max(K, width), widths) for x in (q_BTHK, k_BTGK, v_BTGK, pull_BTHK)), *rows
+    q, k = (_padded(x, max(K, width), widths) for x in (q_BTHK, k_BTGK))
+    arrays = q, k, *(_padded(x, width, widths) for x in (v_BTGK, pull_BTHK)), *rows
     options = "mosaic", window, soft_cap, K**-0.5
     with jax.named_scope(f"window_{window}"):
         dq = _by_queries(options, *arrays, _both(ranges.first_key, ranges.last_key))

@@ -4,7 +4,8 @@ Both compute tiles of weights again, from scores and the log-sum-exp of the forw
 query sees some key. As there, two groups of warps compute and a third one copies. Gradients by keys and values are
 sums over all query heads that share them, in registers.
 
-Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K head width, Q queries and S keys of a tile.
+Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K width of queries and keys, V of values, Q queries
+and S keys of a tile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,15 +45,15 @@ DKV_QUERIES, DKV_STAGES = 64, (3, 3)
 WIDE_KEYS, WIDE_STAGES, WIDEST_STAGES = 64, (2, 2), (2, 1)  # of heads wider than 128, and than 192
 
 
-def by_queries(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTHK: jax.Array, lse_BHT: jax.Array,
+def by_queries(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array, pull_BTHV: jax.Array, lse_BHT: jax.Array,
                delta_BHT: jax.Array, seen_BNT: jax.Array, *, soft_cap: float, scale: float, name: str,
                interpret: Any = None) -> jax.Array:
     """Return the gradient by queries.
 
-    pull_BTHK: the gradient by the result; delta_BHT: for each row, the sum of its products with the result; seen_BNT:
+    pull_BTHV: the gradient by the result; delta_BHT: for each row, the sum of its products with the result; seen_BNT:
     as forward.
     """
-    (B, T, H, K), G, dtype, both_ways = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype, seen_BNT.shape[1] == 2
+    (B, T, H, K), (_, _, G, V), dtype, both_ways = q_BTHK.shape, v_BTGV.shape, q_BTHK.dtype, seen_BNT.shape[1] == 2
     rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
     keys, stages = (WIDE_KEYS, wide_stages(K)) if K > 128 else (
         (CAPPED_DQ_KEYS, CAPPED_DQ_STAGES) if soft_cap else (DQ_KEYS, DQ_STAGES))
@@ -121,16 +122,17 @@ def by_queries(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTH
 
             feed(steps, copies, (k_done, stages[0]), (v_done, stages[1]))
 
-    own, sent = swizzled((COMPUTING, HEIGHT, K), dtype), [swizzled((n, keys, K), dtype) for n in stages]
+    own = [swizzled((COMPUTING, HEIGHT, width), dtype) for width in (K, V)]
+    sent = [swizzled((n, keys, width), dtype) for n, width in zip(stages, (K, V), strict=True)]
     return gpu.kernel(
         body, out_type=jax.ShapeDtypeStruct(q_BTHK.shape, dtype), grid=(H, blocks, B),
         grid_names=("head", "block", "batch"), num_threads=COMPUTING + 1, thread_name="group",
         scratch_types=(
-            own, own, *sent, gpu.Barrier(num_arrivals=2, num_barriers=COMPUTING),
+            *own, *sent, gpu.Barrier(num_arrivals=2, num_barriers=COMPUTING),
             *(gpu.Barrier(num_barriers=n) for n in stages),
             *(gpu.Barrier(num_arrivals=COMPUTING, num_barriers=n) for n in stages), *staging(tile, dtype, interpret)),
         kernel_name=name, interpret=interpret, compiler_params=gpu.CompilerParams(approx_math=True),
-    )(q_BTHK, k_BTGK, v_BTGK, pull_BTHK, lse_BHT, delta_BHT, seen_BNT)
+    )(q_BTHK, k_BTGK, v_BTGV, pull_BTHV, lse_BHT, delta_BHT, seen_BNT)
 
 
 def by_keys_and_values(*arrays: jax.Array, soft_cap: float, scale: float, name: str,
@@ -147,20 +149,22 @@ def by_keys_and_values(*arrays: jax.Array, soft_cap: float, scale: float, name: 
             _by_keys(*arrays, of=("dv",), name=f"{name}_dv", **how)[0])
 
 
-def _by_keys(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTHK: jax.Array, lse_BHT: jax.Array,
+def _by_keys(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array, pull_BTHV: jax.Array, lse_BHT: jax.Array,
              delta_BHT: jax.Array, seen_BNT: jax.Array, *, of: tuple[str, ...], soft_cap: float, scale: float,
              name: str, interpret: Any = None) -> tuple[jax.Array, ...]:
     """Return the gradients by keys ("dk") and by values ("dv"), or one of them."""
-    (B, T, H, K), G, dtype, both_ways = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype, seen_BNT.shape[1] == 2
+    (B, T, H, K), (_, _, G, V), dtype, both_ways = q_BTHK.shape, v_BTGV.shape, q_BTHK.dtype, seen_BNT.shape[1] == 2
     rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
-    queries = DKV_QUERIES
+    alone = of == ("dv",) and V == K  # values are not read, and their gradient finds a place where keys were
+    queries, widths = DKV_QUERIES, {"dk": K, "dv": V}
     stages = DKV_STAGES if K <= 128 else wide_stages(K) if "dk" in of else WIDE_STAGES
     tile, log2_of = (HEIGHT, queries), partial(scores_to_log2, scale=scale, soft_cap=soft_cap)
 
-    def body(q, k, v, pull, lse, delta, seen, token, *places):
-        results = dict(zip(of, places[:len(of)], strict=True))
+    def body(q, k, v, pull, lse, delta, seen, token, *refs):
+        results = dict(zip(of, refs[:len(of)], strict=True))
         (k_tiles, v_tiles, q_tiles, pull_tiles, lse_tiles, delta_tiles, own_came, q_came, pull_came, q_done,
-         pull_done, *staged) = places[len(of):]
+         pull_done, *staged) = refs[len(of):]
+        places = {one: k_tiles if one == "dk" or alone else v_tiles for one in of}  # of results
         b, g, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
         start = lax.axis_index("block") * rows  # early blocks are the longest
         lowest = lax.div(seen[b, 1, start] if both_ways else start, jnp.int32(queries))
@@ -218,18 +222,18 @@ def _by_keys(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTHK:
                 gpu.barrier_arrive(pull_done.at[pull_slot])
 
             lax.fori_loop(0, steps * (H // G), step, None)
-            for one, there in zip(of, (k_tiles, v_tiles), strict=False):  # of what is not read any more
+            for one, there in places.items():  # of what is not read any more
                 sums = totals[one][...]
                 there[me] = (sums * scale if one == "dk" else sums).astype(dtype)
             gpu.commit_smem()
-            for one, there in zip(of, (k_tiles, v_tiles), strict=False):
+            for one, there in places.items():
                 gpu.copy_smem_to_gmem(there.at[me], results[one].at[b, own, g])
             gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(me < COMPUTING)
         def _():
             gpu.set_max_registers(240, action="increase")
-            pl.run_scoped(compute, *(gpu.ACC((HEIGHT, K)),) * len(of))
+            pl.run_scoped(compute, *(gpu.ACC((HEIGHT, widths[one])) for one in of))
 
         @pl.when(me == COMPUTING)
         def _():
@@ -244,11 +248,13 @@ def _by_keys(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTHK:
 
             feed(steps * (H // G), copies, (q_done, stages[0]), (pull_done, stages[1]))
 
-    own, sent = swizzled((COMPUTING, HEIGHT, K), dtype), [swizzled((n, queries, K), dtype) for n in stages]
-    values = own if "dk" in of else swizzled((1, 8, 64), dtype)  # not read for gradients by values alone
+    own = swizzled((COMPUTING, HEIGHT, K), dtype)
+    sent = [swizzled((n, queries, width), dtype) for n, width in zip(stages, (K, V), strict=True)]
+    values = swizzled((1, 8, 64) if alone else (COMPUTING, HEIGHT, V), dtype)
     numbers, arrivals = [gpu.SMEM((n, queries), jnp.float32) for n in stages], 2 if "dk" in of else 1
     return gpu.kernel(
-        body, out_type=(jax.ShapeDtypeStruct(k_BTGK.shape, dtype),) * len(of), grid=(G, blocks, B),
+        body, out_type=tuple(
+            jax.ShapeDtypeStruct((*k_BTGK.shape[:3], widths[one]), dtype) for one in of), grid=(G, blocks, B),
         grid_names=("head", "block", "batch"), num_threads=COMPUTING + 1, thread_name="group",
         scratch_types=(
             own, values, *sent, *numbers, gpu.Barrier(num_arrivals=arrivals, num_barriers=COMPUTING),
@@ -256,7 +262,7 @@ def _by_keys(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTHK:
             *(gpu.Barrier(num_arrivals=COMPUTING, num_barriers=n) for n in stages),
             *len(of) * staging(tile, dtype, interpret)),
         kernel_name=name, interpret=interpret, compiler_params=gpu.CompilerParams(approx_math=True),
-    )(q_BTHK, k_BTGK, v_BTGK, pull_BTHK, lse_BHT, delta_BHT, seen_BNT, jnp.arange(T, dtype=jnp.int32))
+    )(q_BTHK, k_BTGK, v_BTGV, pull_BTHV, lse_BHT, delta_BHT, seen_BNT, jnp.arange(T, dtype=jnp.int32))
 
 
 def wide_stages(width: int) -> tuple[int, int]:

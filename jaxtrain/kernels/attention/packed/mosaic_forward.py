@@ -4,7 +4,8 @@ A block of threads computes 128 queries of one head: two groups of warps take 64
 values that a third one copies to shared memory. It starts at the first key that any of the queries sees and ends at
 their diagonal, or at the last one that any sees, so that other documents cost nothing.
 
-Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K head width, Q queries and S keys of a tile.
+Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K width of queries and keys, V of values, Q queries
+and S keys of a tile.
 """
 
 from functools import partial
@@ -32,27 +33,28 @@ from jaxtrain.kernels.attention.packed.mosaic_tiles import (
     visible,
 )
 
-# Keys of a tile, as registers allow (by the width of heads), and tiles in shared memory.
+# Keys of a tile, as registers allow (by the width of values), and tiles in shared memory.
 KEYS, KEYS_OF_WIDE, STAGES = 128, 64, 2
 LEAST = 1e-30  # in place of a sum of no weights
 LOWEST = -1e30  # the greatest score of a query that has seen no key yet: finite, so that differences are numbers
 
 
-def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: jax.Array, *, soft_cap: float,
+def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array, seen_BNT: jax.Array, *, soft_cap: float,
             scale: float, name: str, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
     """Return attention over the keys that each query sees, and the log-sum-exp [B, H, T] to base 2.
 
     seen_BNT: the first of these keys and, if N is 2, the last; if N is 1, that is the query itself. A query whose last
     key is before its first sees none. Neither decreases in a row; keys may then be others than the queries' own tokens.
     """
-    (B, T, H, K), G, dtype, both_ways = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype, seen_BNT.shape[1] == 2
+    (B, T, H, K), (_, _, G, V), dtype, both_ways = q_BTHK.shape, v_BTGV.shape, q_BTHK.dtype, seen_BNT.shape[1] == 2
     rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
-    keys = KEYS_OF_WIDE if K > 128 else KEYS
+    keys = KEYS_OF_WIDE if V > 128 else KEYS
     tile, log2_of = (HEIGHT, keys), partial(scores_to_log2, scale=scale, soft_cap=soft_cap)
 
-    def body(q, k, v, seen, out, lse, q_tiles, k_tiles, v_tiles, lse_tiles, q_came, k_came, v_came, k_done, v_done,
+    def body(q, k, v, seen, out, lse, own_tiles, k_tiles, v_tiles, lse_tiles, q_came, k_came, v_came, k_done, v_done,
              turn, *staged):
         b, h, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
+        q_tiles, out_tiles = (own_tiles, own_tiles) if V == K else own_tiles
         block = blocks - 1 - lax.axis_index("block")  # late ones are the longest
         lowest = lax.div(seen[b, 0, block * rows], jnp.int32(keys))
         end = (block + 1) * rows - 1
@@ -75,7 +77,7 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
                 gpu.barrier_wait(turn)
 
             def step(i, carry):
-                out_QK, top_Q, sum_Q = carry
+                out_QV, top_Q, sum_Q = carry
                 slot, at = lax.rem(i, jnp.int32(STAGES)), (lowest + i) * keys
                 gpu.barrier_wait(k_came.at[slot])
 
@@ -100,25 +102,28 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
                 narrow_QS = weights_QS.astype(dtype)
                 next_turn()
                 gpu.barrier_wait(v_came.at[slot])
-                less_QK, own_staged = across(less_Q, (HEIGHT, K)), [x.at[me] for x in staged]
+                less_QV, own_staged = across(less_Q, (HEIGHT, V)), [x.at[me] for x in staged]
                 # Registers hold one sum of wide heads, not two. The interpreter knows no sums that begin with a value.
-                if K > 128 and not interpret:
-                    out_QK = added(out_QK * less_QK, narrow_QS, v_tiles.at[slot], *own_staged)
+                if V > 128 and not interpret:
+                    out_QV = added(out_QV * less_QV, narrow_QS, v_tiles.at[slot], *own_staged)
                 else:
-                    out_QK = out_QK * less_QK + product(narrow_QS, v_tiles.at[slot], (HEIGHT, K), *own_staged)
+                    out_QV = out_QV * less_QV + product(narrow_QS, v_tiles.at[slot], (HEIGHT, V), *own_staged)
                 gpu.barrier_arrive(v_done.at[slot])
-                return out_QK, new_Q, sum_Q
+                return out_QV, new_Q, sum_Q
 
             pl.when(me == 1)(next_turn)
-            out_QK, top_Q, sum_Q = lax.fori_loop(0, steps, step, (
-                filled(0.0, (HEIGHT, K)), filled(LOWEST, (HEIGHT,), ROWS), filled(0.0, (HEIGHT,), ROWS)))
+            out_QV, top_Q, sum_Q = lax.fori_loop(0, steps, step, (
+                filled(0.0, (HEIGHT, V)), filled(LOWEST, (HEIGHT,), ROWS), filled(0.0, (HEIGHT,), ROWS)))
             pl.when(me == 0)(next_turn)
             if both_ways:  # who sees no key gets zeros, and a log-sum-exp that has no weight where results are merged
                 sum_Q = jnp.maximum(sum_Q, LEAST)
-            q_tile[...] = (out_QK * across(1.0 / sum_Q, (HEIGHT, K))).astype(dtype)
+            if V != K:
+                next_turn()  # the place of this group's results reaches into that of the other's queries
+            out_tile = out_tiles.at[me]  # where queries were, which are not read any more
+            out_tile[...] = (out_QV * across(1.0 / sum_Q, (HEIGHT, V))).astype(dtype)
             lse_tile[...] = top_Q + jnp.log2(sum_Q)
             gpu.commit_smem()
-            gpu.copy_smem_to_gmem(q_tile, out.at[b, own, h])
+            gpu.copy_smem_to_gmem(out_tile, out.at[b, own, h])
             gpu.copy_smem_to_gmem(lse_tile, lse.at[b, h, own])
             gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -133,14 +138,15 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
 
             feed(steps, copies, (k_done, STAGES), (v_done, STAGES))
 
+    own = [swizzled((COMPUTING, HEIGHT, width), dtype) for width in (K, V)]
     return gpu.kernel(
-        body, out_type=(jax.ShapeDtypeStruct(q_BTHK.shape, dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)),
+        body, out_type=(jax.ShapeDtypeStruct((B, T, H, V), dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)),
         grid=(H, blocks, B), grid_names=("head", "block", "batch"), num_threads=COMPUTING + 1, thread_name="group",
         scratch_types=(
-            swizzled((COMPUTING, HEIGHT, K), dtype), swizzled((STAGES, keys, K), dtype),
-            swizzled((STAGES, keys, K), dtype), gpu.SMEM((COMPUTING, HEIGHT), jnp.float32),
+            own[0] if V == K else gpu.RefUnion(*own), swizzled((STAGES, keys, K), dtype),
+            swizzled((STAGES, keys, V), dtype), gpu.SMEM((COMPUTING, HEIGHT), jnp.float32),
             gpu.Barrier(num_barriers=COMPUTING), gpu.Barrier(num_barriers=STAGES), gpu.Barrier(num_barriers=STAGES),
             *(gpu.Barrier(num_arrivals=COMPUTING, num_barriers=STAGES),) * 2, gpu.Barrier(num_arrivals=COMPUTING),
             *staging(tile, dtype, interpret)),
         kernel_name=name, interpret=interpret, compiler_params=gpu.CompilerParams(approx_math=True),
-    )(q_BTHK, k_BTGK, v_BTGK, seen_BNT)
+    )(q_BTHK, k_BTGK, v_BTGV, seen_BNT)
