@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxtrain.base.triton_in_pallas import has_triton
 from jaxtrain.errors import UserError
+from jaxtrain.kernels.traced_once import traced_once
 from jaxtrain.sharding import mesh_context
 
 KERNELS = ("mosaic", "triton")  # of which auto chooses the first that can; each is a module, imported when it is used
@@ -138,13 +139,13 @@ def _kernels(how: How) -> tuple[ModuleType, dict[str, Any]]:
 def _product(how: How, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool,
              dtype: DTypeLike | None = None) -> jax.Array:
     kernels, told = _kernels(how)
-    return kernels.product(rows_RK, weights, sizes_G, transposed=transposed, dtype=dtype, **told)
+    return traced_once(kernels.product, rows_RK, weights, sizes_G, transposed=transposed, dtype=dtype, **told)
 
 
 def _products_of_groups(how: How, rows: jax.Array, others: jax.Array, sizes_G: jax.Array, transposed: bool,
                         dtype: DTypeLike | None = None) -> jax.Array:
     kernels, told = _kernels(how)
-    return kernels.products_of_groups(rows, others, sizes_G, transposed=transposed, dtype=dtype, **told)
+    return traced_once(kernels.products_of_groups, rows, others, sizes_G, transposed=transposed, dtype=dtype, **told)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

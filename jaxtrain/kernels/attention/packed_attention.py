@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.attention import sinks
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
+from jaxtrain.kernels.traced_once import traced_once
 
 BLOCK = 128  # sequences are padded to a multiple of what a block of threads computes
 TOGETHER = 128  # up to this width of heads Mosaic has one kernel for the gradients by keys and by values
@@ -137,20 +138,20 @@ Options = tuple[str, int, float, float]  # whose kernels, the window, the soft c
 def _results(options: Options, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array,
              first_BNT: jax.Array) -> tuple[jax.Array, jax.Array]:
     module, keywords = _kernels(options, "fwd")
-    return module.forward(q_BTHK, k_BTGK, v_BTGK, first_BNT, **keywords)
+    return traced_once(module.forward, q_BTHK, k_BTGK, v_BTGK, first_BNT, **keywords)
 
 
 def _by_queries(options: Options, *arrays: jax.Array) -> jax.Array:
     module, keywords = _kernels(options, "dq")
-    return module.by_queries(*arrays, **keywords)
+    return traced_once(module.by_queries, *arrays, **keywords)
 
 
 def _by_keys_and_values(options: Options, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     module, keywords = _kernels(options, "dkv")
-    return module.by_keys_and_values(*arrays, **keywords)
+    return traced_once(module.by_keys_and_values, *arrays, **keywords)
 
 
-def _kernels(options: Options, phase: str) -> tuple[ModuleType, Mapping[str, object]]:
+def _kernels(options: Options, phase: str) -> tuple[ModuleType, Mapping[str, Any]]:
     """Return the module with the kernels of a phase, which imports Pallas, and what they are told."""
     backend, _, soft_cap, scale = options
     package = "jaxtrain.kernels.attention"
