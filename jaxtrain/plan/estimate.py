@@ -133,7 +133,7 @@ def estimate(config: Config, target: Target, devices: int, documents: int = 1) -
     block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled, config.model.windows,
                         documents=documents)
     state = len(jax.tree.leaves(run.abstract))
-    worst = memory.peak(block, state)
+    worst = memory.peak(block, state, target.platform == "cuda")
     elsewhere = in_hosts(run.abstract) if target.platform != "cpu" else 0  # on CPU it is the same memory
     parts = Counter({
         "parameters": total(run.abstract.params),

@@ -34,6 +34,7 @@ _OPERATION = re.compile(r"\s*([a-z][a-z0-9\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+PREFETCHES = ("copy-start", "slice-start")  # copies beside computation; on TPUs into the memory beside its cores
 _HOST = "S(5)"  # the memory space of the host, in the layout of an array
 
 Array = tuple[str, tuple[int, ...]]
@@ -245,8 +246,8 @@ def _count(instruction: Instruction, made: Program) -> None:
         instruction.bytes = 2 * size(made.operand(instruction, 1))
     elif instruction.opcode in _SLICES:
         instruction.bytes = 2 * sum(map(size, instruction.arrays))
-    elif instruction.opcode == "copy-start":  # its results name both sides
-        instruction.bytes = 2 * size(instruction.arrays[0])
+    elif instruction.opcode in PREFETCHES:  # their results name both sides: of copies the copy first, of slices last
+        instruction.bytes = 2 * size(instruction.arrays[0 if instruction.opcode == "copy-start" else 1])
     else:
         read = sum(size(array) for name in instruction.operands if (operand := made.instructions.get(name))
                    for array in operand.arrays)

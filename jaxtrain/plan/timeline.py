@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jaxtrain.plan import hlo, kinds
-from jaxtrain.plan.instructions import Instruction, Program
+from jaxtrain.plan.instructions import PREFETCHES, Instruction, Program
 from jaxtrain.plan.roofline import Roofline
 from jaxtrain.plan.targets import Target
 
@@ -171,8 +171,8 @@ class _Simulation:
         return trial.clock[COMPUTE]
 
     def _sent(self, one: Instruction) -> Instruction | None:
-        """Return the collective that an instruction is or contains, or itself if it copies from or to the host."""
-        if one.collective or one.opcode == "copy-start":
+        """Return the collective that an instruction is or contains, or itself if it copies beside computation."""
+        if one.collective or one.opcode in PREFETCHES:
             return one
         inside = one.called if one.opcode in ("async-start", "fusion", "fusion-start") else ()
         found = next((inner for name in inside for inner in self.program.inside(name) if inner.collective), None)

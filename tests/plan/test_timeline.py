@@ -144,6 +144,16 @@ def test_copies_to_the_host_and_back_take_the_time_of_its_link():
     assert {both["unread"].kind, both["back"].kind, alone["begun2"].kind} == {"copies"}
 
 
+def test_a_slice_that_is_fetched_beside_computation_costs_what_is_waited_for():
+    """Of a whole array of which a part is fetched, the part counts."""
+    fetched = ("%begun2 = ((bf16[4096,4096]{1,0}), bf16[1024,4096]{1,0:S(1)}, u32[]) slice-start(%whole)\n"
+               "  %unread = bf16[1024,4096]{1,0:S(1)} slice-done(%begun2)")
+    found = by_name(STEP.replace("BESIDE", "").replace("%unread = bf16[4096,4096]{1,0} add(%whole, %whole)", fetched))
+    assert found["begun2"].kind == "copies"
+    assert found["begun2"].seconds == pytest.approx(
+        3 * (2 * 1024 * 4096 * 2 / (RATES["memory"] * 3352e9) + H100.launch), rel=1e-6)
+
+
 def test_the_line_is_the_model_s_and_not_a_helper_s():
     text = STEP.replace("BESIDE", "")
     assert source_lines(text)(program(text).instructions["after"]) == "models/layers.py:41"

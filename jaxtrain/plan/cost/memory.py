@@ -4,8 +4,10 @@ A compiler does not store what it can compute where it is used. So results of el
 if other kinds of operations read them; the arrays that they are computed from stay live until then.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
+from jaxtrain.plan.cost import fusion
 from jaxtrain.plan.trace.program import Block, Op, Value
 
 # Operations that fuse with whatever computes their arguments; all others need them in memory.
@@ -20,9 +22,12 @@ class Peak:
     values: list[Value] = field(default_factory=list)
 
 
-def peak(block: Block, donated: int = 0) -> Peak:
-    """Return the peak of a step beyond all its arguments; results may overwrite the first `donated` ones."""
-    return _Life(block, block.inputs[:donated]).peak()
+def peak(block: Block, donated: int = 0, siblings: bool = False) -> Peak:
+    """Return the peak of a step beyond all its arguments; results may overwrite the first `donated` ones.
+
+    siblings: whether element-wise operations that read the same array are one kernel, as XLA for GPUs has it.
+    """
+    return _Life(block, block.inputs[:donated], siblings).peak()
 
 
 class Reads:
@@ -91,28 +96,31 @@ class Reads:
 
 
 class _Life:
-    def __init__(self, block: Block, donated: list[Value], stacked: int | None = None):
+    def __init__(self, block: Block, donated: list[Value], siblings: bool, stacked: int | None = None):
         """Set the `donated` inputs, which results may overwrite; outputs from `stacked` on are stacked at once."""
-        self.block, self.donated = block, donated
+        self.block, self.donated, self.siblings = block, donated, siblings
         self.stacked = len(block.outputs) if stacked is None else stacked
         self.reads = Reads(block)
 
     def peak(self) -> Peak:
         """Walk through the block once, and return its peak."""
         ops = [op for op in self.block.ops if op.made == "real" or self.reads.writes(op)]
-        reads = [self.reads.of(op).union(*map(self.reads.sources, op.beside)) for op in ops]
+        kernels = fusion.groups(ops, self._read, self.reads.writes) if self.siblings else [[op] for op in ops]
+        reads = [frozenset().union(*map(self._read, kernel)) for kernel in kernels]
         last = {id(value): at for at, values in enumerate(reads) for value in values}
         for value in self.block.outputs[:self.stacked]:
-            last.update((id(source), len(ops)) for source in self.reads.sources(value))
+            last.update((id(source), len(kernels)) for source in self.reads.sources(value))
         theirs = {id(value): value for value in self.donated if id(value) in last}
         live = dict(theirs)
         now = given = sum(value.bytes for value in live.values())
         worst = Peak()
-        for at, (op, values) in enumerate(zip(ops, reads, strict=True)):
-            fresh = self.reads.writes(op)
+        for at, (kernel, values) in enumerate(zip(kernels, reads, strict=True)):
+            fresh = [value for op in kernel for value in self.reads.writes(op)]
             dying = [value for value in values if last[id(value)] == at and id(value) in live]
-            inner = self._inside(op)
-            replaced = [value for value in dying if id(value) in _overwritten(self.reads, op)]
+            inner = self._inside(kernel[0])  # a kernel of several has no loop
+            # XLA lets a result overwrite what is read for it alone.
+            over = Counter(key for op in kernel for key in _overwritten(self.reads, op))
+            replaced = [value for value in dying if over[id(value)] == 1]
             room = sum(value.bytes for value in replaced)
             bytes_ = now - given + max(0, sum(value.bytes for value in fresh) - room) + inner.bytes
             if bytes_ > worst.bytes:
@@ -127,11 +135,14 @@ class _Life:
                 now -= live.pop(id(value)).bytes
         return worst
 
+    def _read(self, op: Op) -> frozenset:
+        return self.reads.of(op).union(*map(self.reads.sources, op.beside))
+
     def _inside(self, op: Op) -> Peak:
         loops = op.name in ("scan", "while")
         found = [_Life(body, body.inputs[op.consts:op.consts + op.carried] if op.name == "scan" else
                        body.inputs[len(body.inputs) - op.carried:] if loops else [],
-                       op.carried if loops else None).peak() for body in op.bodies]
+                       self.siblings, op.carried if loops else None).peak() for body in op.bodies]
         worst = max(found, key=lambda one: one.bytes, default=Peak())
         if op.name == "cond":  # the result of a branch is the result of the operation
             return Peak(max(0, worst.bytes - sum(value.bytes for value in op.outputs)))
