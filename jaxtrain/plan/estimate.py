@@ -133,7 +133,8 @@ def estimate(config: Config, target: Target, devices: int, documents: int = 1) -
     block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled, config.model.windows,
                         documents=documents)
     state = len(jax.tree.leaves(run.abstract))
-    worst = memory.peak(block, state, target.platform == "cuda")
+    in_loop = layers_at_once(config.model, config.train, target.platform, config.mesh.stage > 1) == 1
+    worst = memory.peak(block, state, target.platform == "cuda", target.platform == "cuda" and in_loop)
     elsewhere = in_hosts(run.abstract) if target.platform != "cpu" else 0  # on CPU it is the same memory
     parts = Counter({
         "parameters": total(run.abstract.params),
@@ -160,7 +161,7 @@ def estimate(config: Config, target: Target, devices: int, documents: int = 1) -
     rows = config.data.global_batch_size / devices
     useful, computed = useful_flops.of_row(run) * rows, useful_flops.of_row(run, documents) * rows
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
-    if target.platform == "cuda" and layers_at_once(config.model, config.train, "cuda", config.mesh.stage > 1) == 1:
+    if target.platform == "cuda" and in_loop:
         took.spend(STACKED * _stacked(block) / (target.bandwidth * target.efficiency["memory"]), "memory")
     strategy = across_context.of(run)
     return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, phases, documents, computed,

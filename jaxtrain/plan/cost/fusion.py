@@ -1,7 +1,8 @@
-"""Which element-wise operations XLA for GPUs computes in one kernel because they read the same array.
+"""What XLA for GPUs computes together, and what late.
 
-Each of their results is then written while all that any of them reads is still in memory: three gradients of a gated
-MLP, of three products as wide, take six arrays, where one after the other would overwrite what is no longer read.
+Element-wise operations that read the same array are one kernel. Each of its results is then written while all that any
+of them reads is still in memory: three gradients of a gated MLP, of three products as wide, take six arrays, where one
+after the other would overwrite what is no longer read.
 """
 
 import math
@@ -32,6 +33,32 @@ def groups(ops: Sequence[Op], reads: Read, written: Callable[[Op], Sequence[Valu
             waiting = [one for one in waiting if id(one) not in done]
     assert not waiting, "operations wait for one another"
     return found
+
+
+def late_sums(kernels: Sequence[list[Op]], read: Sequence[Iterable[Value]]) -> list[int]:
+    """Return the order in which no loop over layers comes behind a sum over devices that is read after it alone.
+
+    XLA starts such a sum when it is needed, so that the whole gradient of the loss head stays through all layers.
+
+    read: the arrays in memory that each kernel reads.
+    """
+    loops = [at for at, kernel in enumerate(kernels) if any(
+        inner.flops for op in kernel for body in op.bodies for inner, _ in body.all())]
+    makers = {id(value): at for at, kernel in enumerate(kernels) for op in kernel for value in op.outputs}
+    needed = [len(kernels)] * len(kernels)  # by what cannot wait itself, as element-wise operations can
+    for at in reversed(range(len(kernels))):
+        waits = needed[at] if all(op.made == "fused" for op in kernels[at]) else at
+        for value in read[at]:
+            if (maker := makers.get(id(value), at)) < at:
+                needed[maker] = min(needed[maker], waits)
+    places, late = [float(at) for at in range(len(kernels))], set[int]()
+    for at, kernel in enumerate(kernels):
+        behind = [makers[id(value)] in late for value in read[at] if id(value) in makers]
+        converted = all(op.made == "fused" for op in kernel) and any(behind)
+        if (kernel[0].name == "reduce_scatter" or converted) and any(at < loop < needed[at] for loop in loops):
+            late.add(at)
+            places[at] = needed[at] - 0.5
+    return sorted(range(len(kernels)), key=lambda at: (places[at], at))
 
 
 def _siblings(ops: Sequence[Op], reads: Read, written: Callable[[Op], Sequence[Value]],

@@ -22,12 +22,13 @@ class Peak:
     values: list[Value] = field(default_factory=list)
 
 
-def peak(block: Block, donated: int = 0, siblings: bool = False) -> Peak:
+def peak(block: Block, donated: int = 0, siblings: bool = False, late: bool = False) -> Peak:
     """Return the peak of a step beyond all its arguments; results may overwrite the first `donated` ones.
 
     siblings: whether element-wise operations that read the same array are one kernel, as XLA for GPUs has it.
+    late: whether gradients that loops over layers do not need are summed over devices behind them, as there.
     """
-    return _Life(block, block.inputs[:donated], siblings).peak()
+    return _Life(block, block.inputs[:donated], siblings, late).peak()
 
 
 class Reads:
@@ -96,9 +97,10 @@ class Reads:
 
 
 class _Life:
-    def __init__(self, block: Block, donated: list[Value], siblings: bool, stacked: int | None = None):
+    def __init__(self, block: Block, donated: list[Value], siblings: bool, late: bool,
+                 stacked: int | None = None):
         """Set the `donated` inputs, which results may overwrite; outputs from `stacked` on are stacked at once."""
-        self.block, self.donated, self.siblings = block, donated, siblings
+        self.block, self.donated, self.siblings, self.late = block, donated, siblings, late
         self.stacked = len(block.outputs) if stacked is None else stacked
         self.reads = Reads(block)
 
@@ -107,6 +109,9 @@ class _Life:
         ops = [op for op in self.block.ops if op.made == "real" or self.reads.writes(op)]
         kernels = fusion.groups(ops, self._read, self.reads.writes) if self.siblings else [[op] for op in ops]
         reads = [frozenset().union(*map(self._read, kernel)) for kernel in kernels]
+        if self.late:
+            order = fusion.late_sums(kernels, reads)
+            kernels, reads = [kernels[at] for at in order], [reads[at] for at in order]
         last = {id(value): at for at, values in enumerate(reads) for value in values}
         for value in self.block.outputs[:self.stacked]:
             last.update((id(source), len(kernels)) for source in self.reads.sources(value))
@@ -142,7 +147,7 @@ class _Life:
         loops = op.name in ("scan", "while")
         found = [_Life(body, body.inputs[op.consts:op.consts + op.carried] if op.name == "scan" else
                        body.inputs[len(body.inputs) - op.carried:] if loops else [],
-                       self.siblings, op.carried if loops else None).peak() for body in op.bodies]
+                       self.siblings, self.late, op.carried if loops else None).peak() for body in op.bodies]
         worst = max(found, key=lambda one: one.bytes, default=Peak())
         if op.name == "cond":  # the result of a branch is the result of the operation
             return Peak(max(0, worst.bytes - sum(value.bytes for value in op.outputs)))
