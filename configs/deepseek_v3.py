@@ -3,8 +3,8 @@
     python -m jaxtrain.main --config=configs/deepseek_v3.py --config.data.source=/path/to/text
 
 For 2,048 accelerators of 80 GB: experts on groups of 4 devices and split in two, all inside a machine, and all weights
-sharded over 256 such groups. By simulation for H100 with InfiniBand (docs/performance.md) it takes 45 s a step and 57
-GB, 18 % MFU; with each of a layer's experts on a device of its own, to which tokens go over the network, it was 12 %.
+sharded over 256 such groups. By simulation for H100 with InfiniBand (docs/performance.md) it takes 57 s a step and 53
+GB, 15 % MFU (8 to 26); with each of a layer's experts on a device of its own, tokens go over the network, which took longer.
 Expert load is evened out by the router's bias; what buffers have no room for takes another pass, and no token is
 dropped. With --config.model.mtp_loss_weight=0.3 one more layer learns the token after the next. Speed and loss: not
 measured. Text given as it is becomes bytes; `jaxtrain.data.prepare` makes a corpus with the published tokenizer.json.
