@@ -6,12 +6,14 @@ a repeated pattern, would each trace and lower the same kernel again.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TypeVar
 
 import jax
 
+Result = TypeVar("Result")
 
-def traced_once(kernel: Callable[..., Any], *arrays: jax.Array, interpret: Any, **told: Any) -> Any:
+
+def traced_once(kernel: Callable[..., Result], *arrays: jax.Array, interpret: object, **told: object) -> Result:
     """Return what a kernel makes of arrays; what it is told are values that can be hashed."""
     if interpret:
         return kernel(*arrays, interpret=interpret, **told)
@@ -19,5 +21,5 @@ def traced_once(kernel: Callable[..., Any], *arrays: jax.Array, interpret: Any, 
 
 
 @cache
-def _jitted(kernel: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
+def _jitted(kernel: Callable[..., Result], static: tuple[str, ...]) -> Callable[..., Result]:
     return jax.jit(kernel, static_argnames=static)

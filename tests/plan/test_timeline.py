@@ -145,7 +145,7 @@ def test_copies_to_the_host_and_back_take_the_time_of_its_link():
 
 
 def test_a_slice_that_is_fetched_beside_computation_costs_what_is_waited_for():
-    """Of a whole array of which a part is fetched, the part counts."""
+    """The part that is fetched counts, not the whole array."""
     fetched = ("%begun2 = ((bf16[4096,4096]{1,0}), bf16[1024,4096]{1,0:S(1)}, u32[]) slice-start(%whole)\n"
                "  %unread = bf16[1024,4096]{1,0:S(1)} slice-done(%begun2)")
     found = by_name(STEP.replace("BESIDE", "").replace("%unread = bf16[4096,4096]{1,0} add(%whole, %whole)", fetched))

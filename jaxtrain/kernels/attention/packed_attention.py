@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,7 @@ def _by_keys_and_values(options: Options, *arrays: jax.Array) -> tuple[jax.Array
     return traced_once(module.by_keys_and_values, *arrays, **keywords)
 
 
-def _kernels(options: Options, phase: str) -> tuple[ModuleType, Mapping[str, Any]]:
+def _kernels(options: Options, phase: str) -> tuple[ModuleType, Mapping[str, object]]:
     """Return the module with the kernels of a phase, which imports Pallas, and what they are told."""
     backend, _, soft_cap, scale = options
     package = "jaxtrain.kernels.attention"

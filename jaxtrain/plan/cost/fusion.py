@@ -1,4 +1,4 @@
-"""What XLA for GPUs computes together, and what late.
+"""Order the kernels of a program as XLA for GPUs does: what it computes together, and what late.
 
 Element-wise operations that read the same array are one kernel. Each of its results is then written while all that any
 of them reads is still in memory: three gradients of a gated MLP, of three products as wide, take six arrays, where one
