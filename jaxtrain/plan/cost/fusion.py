@@ -76,15 +76,15 @@ def _siblings(ops: Sequence[Op], reads: Read, written: Callable[[Op], Sequence[V
     for some in readers.values():
         for op in some[1:]:
             mine, theirs = (found.get(id(one), [one]) for one in (some[0], op))
-            if mine is theirs or _waits(mine, theirs, before) or _waits(theirs, mine, before):
+            if mine is theirs or _waits(mine, theirs, before, found) or _waits(theirs, mine, before, found):
                 continue
             merged = mine + theirs
             found.update((id(one), merged) for one in merged)
     return found
 
 
-def _waits(late: Sequence[Op], early: Sequence[Op], before: dict[int, list[Op]]) -> bool:
-    """Return whether some operation needs what another one makes, directly or not."""
+def _waits(late: Sequence[Op], early: Sequence[Op], before: dict[int, list[Op]], together: dict[int, list[Op]]) -> bool:
+    """Return whether some operation needs what another one makes, directly or not, as kernels wait for one another."""
     wanted, seen, queue = set(map(id, early)), set(), list(late)
     while queue:
         op = queue.pop()
@@ -92,6 +92,9 @@ def _waits(late: Sequence[Op], early: Sequence[Op], before: dict[int, list[Op]])
             if id(other) in wanted:
                 return True
             if id(other) not in seen:
-                seen.add(id(other))
-                queue.append(other)
+                kernel = together.get(id(other), [other])
+                if not wanted.isdisjoint(map(id, kernel)):
+                    return True
+                seen.update(map(id, kernel))
+                queue += kernel
     return False

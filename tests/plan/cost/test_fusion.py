@@ -58,6 +58,17 @@ def test_what_is_read_for_one_result_alone_is_overwritten():
     assert memory.peak(Block([given], [one, other, sum_, last], [last.outputs[0]]), siblings=True).bytes == 2 * SIZE
 
 
+def test_two_kernels_never_wait_for_one_another():
+    one, other = value(), value()
+    first, second = op("exp", "fused", one), op("exp", "fused", other)
+    by_first, by_second = (op("dot_general", "real", x.outputs[0]) for x in (first, second))
+    crossed = op("mul", "fused", one, by_second.outputs[0]), op("mul", "fused", other, by_first.outputs[0])
+    last = [op("dot_general", "real", x.outputs[0]) for x in crossed]
+    ops = [first, second, by_first, by_second, *crossed, *last]
+    reads = memory.Reads(Block([one, other], ops, [x.outputs[0] for x in last]))
+    assert sorted(map(len, fusion.groups(ops, reads.of, reads.writes))) == [1] * 6 + [2]
+
+
 def test_an_operation_that_waits_for_another_is_no_part_of_its_kernel():
     given = value()
     first = op("exp", "fused", given)
