@@ -137,7 +137,9 @@ def estimate(config: Config, target: Target, devices: int, documents: int = 1) -
                         documents=documents)
     state = len(jax.tree.leaves(run.abstract))
     in_loop = layers_at_once(config.model, config.train, target.platform, config.mesh.stage > 1) == 1
-    worst = memory.peak(block, state, target.platform == "cuda", target.platform == "cuda" and in_loop)
+    # Hybrids compute each layer's gradients before XLA may go on (models/gradient_order.py).
+    free = target.platform == "cuda" and not getattr(config.model, "layer_pattern", ())
+    worst = memory.peak(block, state, free, free and in_loop)
     elsewhere = in_hosts(run.abstract) if target.platform != "cpu" else 0  # on CPU it is the same memory
     parts = Counter({
         "parameters": total(run.abstract.params),
