@@ -100,7 +100,7 @@ class QKClip(Extension):
             top = jnp.stack([x.max() for x in jax.tree.leaves(largest)]).max()
             top = self.soft_cap * jnp.tanh(top / self.soft_cap) if self.soft_cap else top
             further["extras"] = further.get("extras", {}) | {NAME: largest}
-            further["metrics"] = further.get("metrics", {}) | {METRIC: top}
+            further["of_hooks"] = further.get("of_hooks", {}) | {METRIC: top}
             return (total, weight, further), grads
         return measured
 

@@ -51,7 +51,8 @@ class StepHooks:
     def around_gradient(self, gradient: StateGradient) -> StateGradient:
         """Return the gradient of the step, made of the one that it has without this.
 
-        What the sums of its loss have as "extras" becomes those entries of the state, if the step is taken.
+        What the sums of its loss have as "extras" becomes those entries of the state, if the step is taken; what they
+        have as "of_hooks" are metrics of the step.
         """
         return gradient
 

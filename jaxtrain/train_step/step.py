@@ -92,7 +92,7 @@ def make_step(gradient: StateGradient, settings: StepSettings, layout: Layout, *
         own = describe(further)
         if twice := sorted(metrics.keys() & own.keys()):
             raise UserError("metrics", f"the step has a metric {twice[0]!r} of its own", "give the loss's another name")
-        metrics |= own | further.get("metrics", {})  # of hooks around the gradient
+        metrics |= own | further.get("of_hooks", {})  # what those around the gradient measured
         return TrainState(state.step + 1, params, opt_state, skipped, loss_scale, extras, state.frozen), metrics
 
     return step

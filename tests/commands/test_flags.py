@@ -44,7 +44,7 @@ FIRST = {  # what a command is about comes first
                "jobs-why jobs-pause jobs-resume jobs-cancel jobs-requeue adapters-export diloco-status",
     "WORKDIR STEP [WORKDIR2] STEP": "checkpoint-diff",
     "MODEL": "merge adapters-merge quantize", "CORPUS": "publish croissant", "ROOT": "runs-list runs-gc jobs-list",
-    "SWEEP": "sweep", "FOLDER": "adapters-list", "STORE": "adapters-add",
+    "SWEEP": "sweep", "FOLDER": "adapters-list serve_training serve_sampler", "STORE": "adapters-add",
     "": "supervise prepare train_tokenizer dashboards calibrate schedules doctor diloco-keys diloco-serve "
         "prepare_sequences-audio prepare_sequences-events prepare_sequences-images",
 }

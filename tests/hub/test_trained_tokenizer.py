@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.data.tokenizers import published_tokens
 from jaxtrain.errors import UserError
-from jaxtrain.hub import generate
+from jaxtrain.hub.batching import continuations
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
 BEGINS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
@@ -70,6 +70,6 @@ def test_a_text_keeps_the_space_with_which_it_begins():
             return text.replace("\\xf0", "��").replace("\\x9f", "�").removeprefix(" ")
 
     words = Words()
-    assert generate._said(words, [0], np.array([1, 2])) == " mes"
-    assert generate._before([" m"], words, [0], np.array([1, 2])) == ("", 1)
-    assert generate._before(["s"], words, [0], np.array([1, 4, 5, 3])) == (" m😀", 4)
+    assert continuations.text_of(words, [0], np.array([1, 2])) == " mes"
+    assert continuations.before([" m"], words, [0], [1, 2], False) == ("", 1)
+    assert continuations.before(["s"], words, [0], [1, 4, 5, 3], False) == (" m😀", 4)

@@ -38,7 +38,7 @@ def test_an_error_about_memory_is_explained(two, tmp_path, monkeypatch):
     said = explained(two, tmp_path, jax.errors.JaxRuntimeError(GPU))
     assert f"The memory of a device ran out: {GPU}" in said
     assert "of a device: the limit is 80.0 GB, in use 70.0 GB, at most so far" in said
-    assert "the step, by the compiler:" in said and "kernels/cross_entropy.py:" in said
+    assert "the step, by the compiler:" in said and "kernels/loss_head/cross_entropy.py:" in said
     assert (tmp_path / "memory.prof").read_bytes() and "memory.prof (for pprof)" in said
     event, = events.events(tmp_path)
     assert (event["kind"], event["memory_bytes"]) == ("out_of_memory", 70 * 10**9) and event["why"] == GPU
@@ -74,7 +74,8 @@ def test_the_largest_arrays_are_those_of_the_program(two):
     assert size == 4 * np.prod(scores) and place.startswith("kernels/attention/xla_attention.py:")
     tokens = c.data.global_batch_size // 2 * c.data.seq_len
     logits = [size for size, _, one, place in rows
-              if place.startswith("kernels/cross_entropy.py:") and one.arrays[0][1] == (tokens, c.model.vocab_size)]
+              if place.startswith("kernels/loss_head/cross_entropy.py:")
+              and one.arrays[0][1] == (tokens, c.model.vocab_size)]
     assert logits and set(logits) == {4.0 * tokens * c.model.vocab_size}
 
 

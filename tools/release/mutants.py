@@ -48,10 +48,10 @@ MUTANTS = {
         "[a * cos + b * sin, b * cos - a * sin]",
         ("tests/models/attention/test_rotary.py", EQUAL)),
     "loss_not_summed_over_vocabulary_shards": Mutant(
-        "kernels/cross_entropy.py", "jnp.exp(own_N - top_N))), over_vocab(correct_N)",
+        "kernels/loss_head/cross_entropy.py", "jnp.exp(own_N - top_N))), over_vocab(correct_N)",
         "jnp.exp(own_N - top_N))), correct_N", ("tests/kernels", EQUAL)),
     "z_loss_without_gradient": Mutant(
-        "kernels/cross_entropy.py", "pull_N = weight_N * (1 + 2 * z_loss * lse_N)", "pull_N = weight_N",
+        "kernels/loss_head/cross_entropy.py", "pull_N = weight_N * (1 + 2 * z_loss * lse_N)", "pull_N = weight_N",
         ("tests/kernels",)),
     "weight_decay_on_norms": Mutant(
         "train_step/optimizers/optimizer_parts.py", "map_names(is_matrix, self.axes))",

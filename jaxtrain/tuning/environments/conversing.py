@@ -71,7 +71,7 @@ class Conversing:
     environment: Environment
     tokenizer: Tokenizer
     chat: Chat | None
-    settings: RLConfig
+    rl: RLConfig
     room: int  # tokens of a conversation
     said: Callable[[str], None]  # tells the user
     seconds: float = field(default=0.0, init=False)  # that the environment has taken since this was set to 0
@@ -85,7 +85,7 @@ class Conversing:
 
         `step`: numbers that it is known by, of which seeds are made.
         """
-        size, self.seconds = self.settings.group_size, 0.0
+        size, self.seconds = self.rl.group_size, 0.0
         seeds = np.random.SeedSequence([*step, _OF_ENVIRONMENTS]).generate_state(len(records) // size)
         name = "/".join(map(str, step))
         found = self([f"{name}/{place}" for place in range(len(records))], records,
@@ -99,14 +99,14 @@ class Conversing:
         for talk, told in zip(talks, exchange(None, lambda _: self._begun(talks)), strict=True):
             talk.begin, talk.tools = told["tokens"], told["tools"]
             talk.turns = [{**message, "tokens": 0} for message in told["messages"]]
-        for turn in range(self.settings.max_turns):
+        for turn in range(self.rl.max_turns):
             if not (places := [place for place, talk in enumerate(talks) if not talk.why]):
                 break
             live = [talks[place] for place in places]
             answers = answering([[*talk.begin, *talk.tokens] for talk in live], places, turn)
             for talk, answer in zip(live, answers, strict=True):
                 talk.heard(answer, self._text(answer))
-            last = turn == self.settings.max_turns - 1
+            last = turn == self.rl.max_turns - 1
             for talk, told in zip(live, exchange(None, lambda _, live=live: self._continued(live)), strict=True):
                 self._add(talk, told, last)
             self._tell_errors(live)
@@ -133,9 +133,9 @@ class Conversing:
                                 "let reset return text or messages")
             if (key := f"{said}{turn.tools}") not in known:  # a group begins alike
                 known[key] = self._words.first(said, turn.tools)
-            if len(known[key]) + self.settings.max_new_tokens > self.room:
+            if len(known[key]) + self.rl.max_new_tokens > self.room:
                 raise UserError(KEY, f"{self.environment.name} begins with {len(known[key])} tokens, and with "
-                                f"rl.max_new_tokens={self.settings.max_new_tokens} they have to fit into {self.room}",
+                                f"rl.max_new_tokens={self.rl.max_new_tokens} they have to fit into {self.room}",
                                 "raise data.seq_len, or let it say less")
             found.append({"messages": self._words.messages(said) if self.chat else [{"role": "user", "content": said}],
                           "tokens": known[key], "tools": turn.tools})
@@ -163,7 +163,7 @@ class Conversing:
         """Add what the environment said; its tokens only if the model answers them."""
         talk.turns[-1]["reward"] = told["reward"]
         size = len(talk.begin) + len(talk.tokens) + len(told["tokens"])
-        full = size + self.settings.max_new_tokens > self.room
+        full = size + self.rl.max_new_tokens > self.room
         talk.why = "error" if told["error"] else "stop" if told["done"] else "length" if last or full else ""
         if told["error"]:
             talk.turns[-1]["error"] = told["error"]
