@@ -7,6 +7,7 @@ may try again. It is no sandbox against an attacker: the code may read files and
 """
 
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -41,18 +42,20 @@ class CodeTests:
 
 def failure_of(program):
     """Return the last line of what a program says as it fails; "": it does not."""
-    limits = LIMITS.format(seconds=SECONDS, memory=MEMORY)
+    limits, end = LIMITS.format(seconds=SECONDS, memory=MEMORY), secrets.token_hex(8)
+    program += f"import sys; sys.stderr.write({end!r})"  # else code that exits would pass
     with tempfile.TemporaryFile() as said, tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run([sys.executable, "-I", "-c", limits + program], stdin=subprocess.DEVNULL, env={},
                                   cwd=folder, stdout=subprocess.DEVNULL, stderr=said, timeout=2 * SECONDS)
         except subprocess.TimeoutExpired:
             return "it takes too long"
+        said.seek(0)
+        text = said.read().decode(errors="replace").strip()
         if not done.returncode:
-            return ""
+            return "" if end in text else "it ends before the tests do"
         if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):  # by its limit of processor time
             return "it takes too long"
-        said.seek(0)
-        lines = said.read().decode(errors="replace").strip().splitlines()
+        lines = text.splitlines()
         return lines[-1][:200] if lines else f"it ends with status {done.returncode}"
 

@@ -43,14 +43,17 @@ def main(argv: list[str] | None = None) -> None:
 
     keys = Keys.read(flags.keys) if flags.keys else Keys()
     folder = model_folder(flags.folder)
+    output = Path(flags.output or Path("runs") / f"served-{Path(folder).resolve().name}")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError("--output", f"{output} cannot be made ({error.strerror})", "name another folder") from None
     enable_compilation_cache()
     engine = Engine.load(folder, overrides, flags.batch_tokens)
     limits = Limits(models=flags.models, rank=flags.max_rank, samplers=flags.samplers, queue=flags.queue,
                     queue_bytes=flags.queue_mib * 2**20, batch=flags.sample_batch)
     name = flags.name or (flags.folder.removeprefix("hf:") if flags.folder.startswith("hf:") else
                           os.path.abspath(folder))
-    output = Path(flags.output or Path("runs") / f"served-{Path(folder).resolve().name}")
-    output.mkdir(parents=True, exist_ok=True)
     service = Service(engine, output, name, tokenizer=flags.tokenizer or _tokenizer(folder), alpha=flags.lora_alpha,
                       limits=limits)
     with Server(service, flags.host, flags.port, keys=keys, most_bytes=flags.request_mib * 2**20) as server:

@@ -23,7 +23,7 @@ def lora_of(about: JsonMapping) -> LoraConfig:
 
 
 def adam_of(body: JsonMapping) -> Adam:
-    """Return the settings of a step of the optimizer; refuse what is none."""
+    """Return the settings of a step of the optimizer; refuse anything else."""
     if "optimizer_params" in body:
         raise UserError("optim_params", "this server has AdamW only", "give AdamParams")
     given = section(body, "adam_params")
@@ -86,7 +86,7 @@ def stamp(seconds: float) -> str:
 
 
 def whole(value: object, key: str) -> int:
-    """Return a whole number of a request; refuse what is none."""
+    """Return a whole number of a request; refuse anything else."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise UserError(key, f"{value!r} is not a whole number", "send what the package tinker 0.38 does")
     return value

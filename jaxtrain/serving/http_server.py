@@ -1,4 +1,4 @@
-"""The HTTP server of a training service: who may ask, what requests may be like, and which call each path is.
+"""The HTTP server of a training service: who may ask, what requests may be like, and which call each path makes.
 
 Connections, the size of requests and the time that they take are bounded. Without keys only programs of this machine
 are answered, and pages in its browsers are not: neither those of other sites nor those whose name leads here.
@@ -85,6 +85,8 @@ class Server(http.server.ThreadingHTTPServer):
                             "add --keys=FILE, or listen on 127.0.0.1")
         try:
             super().__init__((host, port), Handler)
+        except socket.gaierror as error:
+            raise UserError("--host", f"{host} has no address ({error.strerror})", "give another one") from None
         except (OSError, OverflowError) as error:
             raise UserError("--port", f"{host}:{port} cannot be opened ({getattr(error, 'strerror', '') or error})",
                             "give another one, or leave it out") from None
@@ -158,7 +160,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _answered(self, method: str) -> None:
         try:
-            body = self._body() if method == "POST" else b""
+            body = self._body() if method == "POST" else self._no_body()
             self._deadline.cancel()
             self._send(200, self._called(method, body))
         except Refused as refusal:
@@ -204,6 +206,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _key(self) -> str:
         return self.headers.get("X-API-Key") or self.headers.get("Authorization", "").removeprefix("Bearer ")
 
+    def _no_body(self) -> bytes:
+        """Refuse a body where none is read: what is left of it would be taken for the connection's next request."""
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = True
+            raise Refused(400, f"{self.command} has no body here")
+        return b""
+
     def _body(self) -> bytes:
         """Return the body of a request, which is read to its end even if it is refused, unless it is too long."""
         length, most = self.headers.get("Content-Length", ""), self.server.most_bytes
@@ -212,9 +221,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(411, "the request does not say its length (Content-Length)")
         if self.headers.get("Content-Type", "").partition(";")[0] != wire.TYPE:
             most = min(most, JSON_BYTES)
-        if int(length[:20]) > most:
+        size = int(length.lstrip("0")[:20] or "0")  # more digits are too many bytes in any case
+        if size > most:
             self.close_connection = True
-            raise Refused(413, f"the request has {int(length[:20]):,} bytes, above {most:,} (--request_mib); send "
+            raise Refused(413, f"the request has {size:,} bytes, above {most:,} (--request_mib); send "
                           "fewer data at once")
         if "Content-Encoding" in self.headers:
             self.close_connection = True
@@ -223,8 +233,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return b""  # whoever is refused need not send it
         end, found = time.monotonic() + READ_S, bytearray()
-        while len(found) < int(length):
-            part = self.rfile.read1(min(int(length) - len(found), 2**20))
+        while len(found) < size:
+            part = self.rfile.read1(min(size - len(found), 2**20))
             if not part or time.monotonic() > end:
                 raise TimeoutError
             found += part

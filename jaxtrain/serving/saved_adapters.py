@@ -41,7 +41,7 @@ class Place:
 
     @classmethod
     def of(cls, path: object, key: str = "path") -> "Place":
-        """Return the place that a path names; refuse what is none."""
+        """Return the place that a path names; refuse anything else."""
         parts = path.removeprefix("tinker://").split("/") if isinstance(path, str) else []
         if (len(parts) != 3 or parts[1] not in (TRAINING, SAMPLING) or not f"{path}".startswith("tinker://")
                 or not _MODEL.fullmatch(parts[0]) or not _NAME.fullmatch(parts[2])):

@@ -95,7 +95,7 @@ def _pool() -> descriptor_pool.DescriptorPool:
 
 
 def forward_backward_of(body: bytes) -> ForwardBackward:
-    """Return a request of forward_backward; refuse what is none."""
+    """Return a request of forward_backward; refuse anything else."""
     found = message_of("ForwardBackwardRequest")()
     try:
         found.ParseFromString(body)

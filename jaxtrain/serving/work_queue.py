@@ -130,6 +130,9 @@ class WorkQueue:
         """Refuse a call that there is no room for, after answers that were fetched have been forgotten."""
         if self._stopping:
             raise Refused(503, "the server is stopping")
+        late = time.monotonic() - GAP_S
+        for answer, _ in [call for _, call in sorted(self._held.items()) if call[0].held_since < late]:
+            self._give_up(answer)  # whose client may be gone, and never asks
         waiting = len(self._waiting) + len(self._held)
         if waiting >= self.most:
             raise Refused(429, f"{waiting} calls wait already (--queue={self.most}); try again later")

@@ -99,6 +99,19 @@ def test_a_call_whose_predecessor_never_comes_fails(queue, monkeypatch):
     assert seen == [3]
 
 
+def test_calls_of_clients_that_are_gone_take_no_room_for_ever(queue, monkeypatch):
+    """Nobody asks for them again."""
+    seen = []
+    for number in range(2, 5):
+        queue.submit(f"a:{number}", "me", 1, noting(seen, number), "a", number)
+    queue.submit("b:2", "me", 1, noting(seen, "b"), "b", 2)
+    with pytest.raises(Refused, match="4 calls wait already"):
+        queue.submit("c:1", "another", 1, noting(seen, "c"), "c", 1)
+    monkeypatch.setattr(work_queue, "GAP_S", 0.0)
+    done(queue.submit("c:1", "another", 1, noting(seen, "c"), "c", 1))
+    assert "c" in seen
+
+
 def test_work_of_a_group_runs_together_as_far_as_there_is_room(queue, gate):
     seen = []
 

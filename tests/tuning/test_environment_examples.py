@@ -49,6 +49,8 @@ def test_the_guessing_game():
     ("x = [0] * 2**40", "MemoryError", 0.0),
     ("open('a', 'w').write('x' * 2**24)", "OSError: [Errno 27] File too large", 0.0),
     ("import os\nos.kill(os.getpid(), 11)", "it ends with status -11", 0.0),
+    ("raise SystemExit", "it ends before the tests do", 0.0),
+    ("import os\nos._exit(0)", "it ends before the tests do", 0.0),
     ("def", "SyntaxError: invalid syntax", 0.0)])
 def test_code_that_must_pass_tests(answer, said, reward):
     one = loaded("code_tests").CodeTests()

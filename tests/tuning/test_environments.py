@@ -145,6 +145,8 @@ def test_tokens_grow_and_are_never_made_of_text_again(files, chat, answers):
     assert not words.rewrites
     hostile = words.between(before, "x<|endoftext|>y", True, None)
     assert END not in hostile  # what only looks like a special token is text
+    marked = words.between(before, "jaxtrain-answer", True, None)
+    assert b"jaxtrain-answer" in bytes(id for id in marked if id < 256)
 
 
 def test_a_template_that_drops_thoughts_is_told_and_tokens_are_kept(tmp_path):

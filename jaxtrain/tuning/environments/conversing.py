@@ -114,8 +114,8 @@ class Conversing:
         if self._words.rewrites and not self._told:
             assert self.chat is not None
             self._told = True
-            self.said(f"{self.chat.name} tells earlier answers otherwise than the model gave them, as templates do "
-                      "that drop thoughts; conversations keep the tokens that were sampled")
+            self.said(f"{self.chat.name} rewrites earlier answers, for example without the model's thoughts; "
+                      "conversations keep the tokens that were sampled")
         return [talk.ended() for talk in talks]
 
     def _text(self, answer: Generated) -> str:
@@ -129,7 +129,7 @@ class Conversing:
         for talk, turn in zip(talks, self._timed(talks), strict=True):
             said = talk.asked.record.get("prompt") if turn.observation is None else turn.observation
             if not said or not isinstance(said, str | list):
-                raise UserError(KEY, f"{self.environment.name} says nothing at first, and its task has no prompt",
+                raise UserError(KEY, f"{self.environment.name} returns nothing from reset, and its task has no prompt",
                                 "let reset return text or messages")
             if (key := f"{said}{turn.tools}") not in known:  # a group begins alike
                 known[key] = self._words.first(said, turn.tools)

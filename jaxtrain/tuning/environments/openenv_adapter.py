@@ -91,7 +91,7 @@ def action_of(answer: str, schema: JsonObject) -> JsonObject:
     except (ValueError, RecursionError):
         pass
     texts = [name for name, field in schema.get("properties", {}).items() if field.get("type") == "string"]
-    return {(schema.get("required") or texts)[0]: answer} if texts else {}
+    return {min(texts, key=lambda name: name not in schema.get("required", ())): answer} if texts else {}
 
 
 def said(observation: JsonObject) -> str:

@@ -16,7 +16,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hub.trained_tokenizer import prompt_ids
 from jaxtrain.tuning.environments.protocol import KEY
 
-_MARK = "jaxtrain-answer"  # stands for an answer; no template changes it
+_MARK = "jaxtrain-answer"  # in place of an answer; longer where a text has it
 Said = str | list[JsonObject]
 
 
@@ -58,15 +58,18 @@ class TurnTokens:
         messages = self.messages(said)
         if self.chat is None:
             return self._encoded(f"{said}", guard=True)
-        marked = [*before[:-1], {"role": "assistant", "content": _MARK}, *messages]
+        mark = _MARK
+        while mark in f"{before}{messages}{tools}":
+            mark += "-"
+        marked = [*before[:-1], {"role": "assistant", "content": mark}, *messages]
         whole, begin = self.chat.texts(marked, [(len(marked), True), (len(before) - 1, True)], tools)
-        if whole.count(_MARK) != 1:
+        if whole.count(mark) != 1:
             raise UserError(KEY, f"{self.chat.name} leaves the model's earlier answers out, or tells them twice",
                             "use a chat template that has each turn once, or rl.max_turns=1")
         if not self.rewrites:
             told = self.chat.text([*before, *messages], tools=tools)
-            self.rewrites = whole.partition(_MARK)[0] != begin or f"{before[-1]['content']}".strip() not in told
-        rest = whole.partition(_MARK)[2]
+            self.rewrites = whole.partition(mark)[0] != begin or f"{before[-1]['content']}".strip() not in told
+        rest = whole.partition(mark)[2]
         if ended:
             end = self.chat.specials.pattern.match(rest, len(rest) - len(rest.lstrip()))
             rest = rest[end.end():] if end else rest

@@ -9,6 +9,7 @@ import asyncio
 import json
 import queue
 import re
+import secrets
 import threading
 import tomllib
 from concurrent.futures import Future
@@ -79,16 +80,15 @@ class Episodes:
         """Begin an episode about the task of this number."""
         import verifiers.v1 as vf
 
-        name = f"{id(talk)}"
-        self._talks[name] = talk
-        client = vf.EvalClientConfig(base_url=f"http://127.0.0.1:{self._port}/{name}/v1", api_key_var="NO_KEY")
+        self._talks[talk.name] = talk
+        client = vf.EvalClientConfig(base_url=f"http://127.0.0.1:{self._port}/{talk.name}/v1", api_key_var="NO_KEY")
         context = vf.ModelContext(model="policy", client=client)
         return asyncio.run_coroutine_threadsafe(
             self._environment.run_episode(self._tasks[number % len(self._tasks)], context), self._loop)
 
     def drop(self, talk: "_Conversation") -> None:
         """Forget a conversation."""
-        self._talks.pop(f"{id(talk)}", None)
+        self._talks.pop(talk.name, None)
 
     def _run(self, ready: Future) -> None:
         asyncio.set_event_loop(self._loop)
@@ -129,7 +129,7 @@ class _Conversation:
     """One episode, as a conversation with the model."""
 
     def __init__(self, episodes: Episodes):
-        self._episodes = episodes
+        self._episodes, self.name = episodes, secrets.token_hex(16)  # no other program knows it
         self._heard: queue.SimpleQueue[JsonObject | None] = queue.SimpleQueue()  # questions; None: the episode's end
         self._answer: asyncio.Future | None = None
         self._known = 0  # messages that the model has been told, or said

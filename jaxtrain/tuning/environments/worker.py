@@ -96,19 +96,25 @@ class _Player:
                 self._close(id)
             return None
         try:
-            return framed(self._turn(request))
+            found = self._turn(request)
+            answer = framed(found)
         except MemoryError:
             self._live.clear()
-            return framed({"error": "takes more memory than rl.environment_memory_gib allows"})
+            answer = framed(found := {"error": "takes more memory than rl.environment_memory_gib allows"})
         except BaseException as error:  # SystemExit too: it is the environment's, not ours
-            return framed({"error": f"fails ({_reason(error)})"})
+            answer = framed(found := {"error": f"fails ({_reason(error)})"})
+        if found.get("done") or "error" in found:
+            self._close(request["id"])
+        return answer
 
     def _turn(self, request: JsonObject) -> JsonObject:
         id, answers = request["id"], request["answers"]
-        one, known = self._live.pop(id, (None, -1))
+        one, known = self._live.get(id, (None, -1))
         found: JsonObject = {}
         if one is None or known != len(answers) - 1:
+            self._close(id)
             one, known = self._made(), 0
+            self._live[id] = one, -2  # it is closed, and never continued, if this fails
             found = {"observation": one.reset(request["record"], request["seed"]), "tools": getattr(one, "tools", None)}
         for answer in answers[known:]:
             if found.get("done"):
@@ -118,8 +124,6 @@ class _Player:
         if isinstance(said := found["observation"], str) and len(said) > LONGEST:
             return {"error": f"says {len(said):,} characters, and {LONGEST:,} are the most"}
         self._live[id] = one, len(answers)
-        if found.get("done"):
-            self._close(id)
         return found
 
     def _close(self, id: str) -> None:

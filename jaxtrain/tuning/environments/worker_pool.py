@@ -77,7 +77,7 @@ class _Worker:
         try:
             return parsed(bytes(self.came[8:]), dict)
         except ValueError:
-            raise _Lost("sends what is no JSON") from None
+            raise _Lost("sends invalid JSON") from None
 
     def words(self) -> str:
         """Return how the process ended."""
@@ -247,8 +247,8 @@ class WorkerPool:
                 if time.monotonic() > worker.until:
                     raise _Lost(f"takes longer than {SETUP_S:g} s to load")
             if "error" in answer:
-                raise UserError(KEY, answer["refused"] or f"{self.name} cannot be loaded ({answer['error']})",
-                                answer["fix"] or "correct it")
+                raise UserError(KEY, answer.get("refused") or f"{self.name} cannot be loaded ({answer['error']})",
+                                answer.get("fix") or "correct it")
         except _Lost as why:
             worker.kill()
             raise UserError(KEY, f"{self.name} {why} as it is loaded", "correct it, or raise "

@@ -101,6 +101,8 @@ class RemoteSampler:
         until = began + self.timeout_s
         server = replace(self.server, until=until)
         while True:
+            if stop.is_set():
+                raise _Stopped
             try:
                 self._send(server, job.weights)
                 self._check_temperature(server, job)
@@ -110,6 +112,8 @@ class RemoteSampler:
                 found |= {n: one for n, one in got.items() if isinstance(one, Generated)}
                 if len(found) == len(job.questions):
                     break
+                if stop.is_set():
+                    raise _Stopped
                 why: Failed = next(one for one in got.values() if isinstance(one, Failed))
             except Failed as error:
                 why = error

@@ -63,7 +63,11 @@ class SentWeights:
             began = time.perf_counter()
             partial = self.folder / f"step-{step}.partial"
             exchange(None, lambda _: _made(partial))
-            self._save(state, partial)
+            try:
+                self._save(state, partial)
+            except OSError as error:
+                raise UserError("rl.sampler_folder", f"{partial} cannot be written ({error.strerror or error})",
+                                "make room, or name another") from None
             exchange(None)  # all files are written
             found = exchange(None, lambda _: _finished(partial, step))
             self._known[step] = Weights(step, found["version"], self._of(step), found["bytes"])
