@@ -103,7 +103,7 @@ class MetricsWriter:
              began: float | None = None) -> None:
         """Pass on the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight.
 
-        What a step says of each of its tokens is no scalar, and for others.
+        Arrays among the metrics are not written: who needs them takes them from the step (`rl.exact`).
 
         `began`: when its dispatch began, by `time.perf_counter`; None: before the step before was complete.
         """

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxtrain.tuning.environments.conversation import measured
 from jaxtrain.tuning.rewards import ROUNDING, totals_of
 from jaxtrain.tuning.rollout_files import Round
 from jaxtrain.tuning.rollouts import Rollouts, size_of
@@ -23,6 +24,7 @@ class AnswerPairs(Rollouts):
     def _batch(self, one: Round) -> dict[str, np.ndarray]:
         scores = self._with_lengths(one)
         self._measure(scores)
+        self._fields |= measured(one.answers)
         totals, size = totals_of(self.settings, scores), self.settings.group_size
         self._fields |= {"reward": float(totals.mean()),
                          "answer_tokens": float(np.mean([size_of(answer) for answer in one.answers]))}

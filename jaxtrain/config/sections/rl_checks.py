@@ -48,7 +48,7 @@ def check(config: Any) -> None:
 
 # What policy gradients read, and losses of pairs do not.
 OF_GRADIENTS = ("exact replay_routes teacher teacher_weight loss ratio surrogate clip clip_high kl entropy baseline "
-                "scale gamma gae_lambda value_loss value_clip combine correction correction_low correction_high")
+                "scale credit gamma gae_lambda value_loss value_clip combine correction correction_low correction_high")
 
 
 def _check_pairs(preference: PreferenceConfig, rl: RLConfig) -> None:

@@ -27,6 +27,7 @@ from jaxtrain.hub.batching.rounding import bucket
 from jaxtrain.hub.decoding import PAGES, ROUND, State, decoding
 from jaxtrain.hub.sampling import Sampling
 from jaxtrain.models.attention.cache_pages import NONE, PAGE
+from jaxtrain.models.attention.kv_cache import joined
 from jaxtrain.train_step import partition
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ class Sampler:
         """Return the routes of the tokens of texts that have ended, by their numbers, where layers keep them."""
         if not texts or not self.programs.run.config.rl.replay_routes:
             return {}
-        entries = self.state["entries"] if self.pages is None else self.kept
+        entries = self.state["entries"]
+        entries = entries if self.pages is None else joined(self.kept, entries)  # stacks of states alone count too
         layers, many = told_routes.layers_of(entries), self.programs.run.config.model.num_layers
         if self.pages is None:
             rows = np.array([text.device * self.places + text.place for text in texts])

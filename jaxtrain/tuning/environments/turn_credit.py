@@ -51,6 +51,7 @@ def turn_advantages(rewards: Sequence[Sequence[float] | np.ndarray], group_size:
             for n, advantage in zip(there, (values - less) / spread, strict=True):
                 found[n][turn] = advantage
     if scale == "batch":
-        spread = np.concatenate(earned).std(ddof=1) + 1e-4
+        together = np.concatenate(earned)
+        spread = (together.std(ddof=1) if len(together) > 1 else 0.0) + 1e-4
         found = [one / spread for one in found]
     return found

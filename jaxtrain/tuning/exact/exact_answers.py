@@ -83,14 +83,12 @@ def draw(run: Run, state: TrainState, prompts: Sequence[Sequence[int]],
     """
     numbers = list(range(len(prompts)))
     answers = draft(numbers, [()] * len(prompts))
-    keys, own, changed, took = seeds_of(seed, numbers), copied(state), 0, 0.0
-    counters = state.step, state.skipped
+    keys, changed, took = seeds_of(seed, numbers), 0, 0.0
     for passes in range(1, 2 + len(prompts) * ends.most):
         columns = batch_of(answers) | _to_draw(run, prompts, keys, ends.most, known)
-        columns["weights"] = np.zeros_like(columns["weights"])  # nothing is learnt: the step leaves its state as it is
+        columns["weights"] = np.zeros_like(columns["weights"])
         began, batch = time.perf_counter(), run.sharded.place(columns)
-        own, told = compiled_step(run, batch)(own, batch)
-        own = replace(own, **{name: jnp.copy(x) for name, x in zip(("step", "skipped"), counters, strict=True)})
+        _, told = compiled_step(run, batch)(copied(state), batch)  # what the step makes of its state is not used
         said, drawn = (np.asarray(told[name]).reshape(len(prompts), -1) for name in (SAID, DRAWN))
         took += time.perf_counter() - began
         wrong = {}

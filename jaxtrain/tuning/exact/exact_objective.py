@@ -72,7 +72,7 @@ class ExactPolicyGradient(PolicyGradient):
             MISMATCH: put(jnp.where(learnt_BT, apart_BT, 0))})
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The metrics of a policy gradient, the largest mismatch, which is 0, and arrays of what it says of tokens."""
+        """The metrics of a policy gradient, and what the step says of each token, as arrays."""
         return super().metrics(sums) | {MISMATCH: sums[MISMATCH].max(), SAID: sums[SAID], DRAWN: sums[DRAWN]}
 
 

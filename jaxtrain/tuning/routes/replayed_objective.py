@@ -37,6 +37,10 @@ class ReplayedPolicyGradient(PolicyGradient):
         if model.experts.score == "sparse_mixer":
             raise UserError("rl.replay_routes", f"the router of {model.name} chooses and weighs in one",
                             "leave it out, or set rl.exact=true")
+        if model.experts.capacity_factor:
+            raise UserError("rl.replay_routes", f"experts drop tokens by model.capacity_factor="
+                            f"{model.experts.capacity_factor:g}, and the sampler drops none",
+                            "set model.capacity_factor=0, or rl.exact=true")
         plain = PolicyGradient.of(skeleton, model=model, train=train, data=data, mesh=mesh, lora=lora,
                                   preference=preference, rl=rl)
         return cls(**vars(plain), layers=model.num_layers)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+from jaxtrain.hub.batching.continuations import text_of
 from jaxtrain.hub.generate import Generated
 
 
@@ -60,7 +61,7 @@ class Terms:
             raise ValueError(f"it ends with token {tokens[-1]} after {len(tokens)} for the reason {reason!r}, and the "
                              f"run's answers end with one of {list(self.ends)}, or after {self.max_new_tokens}")
         kept = tuple(tokens[:-1]) if ended else tuple(tokens)
-        return Generated(self.words.decode(kept), kept, tuple(logprobs[:len(kept)]), reason,
+        return Generated(text_of(self.words, one.prompt, kept), kept, tuple(logprobs[:len(kept)]), reason,
                          (tokens[-1], logprobs[-1]) if ended else None)
 
 

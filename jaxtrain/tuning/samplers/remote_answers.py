@@ -1,12 +1,15 @@
 """`rl.sampler`: the weights of a run go to a server, and its answers come back."""
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning.samplers.awaited import Awaited
@@ -36,13 +39,17 @@ class RemoteAnswers:
         """Return the sampler of a run. `ends`: tokens that end answers, beside the end of a document."""
         c, folder = run.config.rl, run.config.rl.sampler_folder
         if not folder:
-            folder = workdir / FOLDER if workdir is not None else tempfile.mkdtemp(prefix="jaxtrain-sampler-")
+            folder = workdir / FOLDER if workdir is not None else exchange(
+                None, lambda _: tempfile.mkdtemp(prefix="jaxtrain-sampler-"))
         limit = 2**20 + 512 * run.config.data.seq_len  # bytes of a response: some for each token
         server = VllmServer.of(c.sampler, _timeout_of(run.config), limit)
         terms = Terms(c.max_new_tokens, c.temperature, tuple(dict.fromkeys([*ends, tokenizer.eod])),
                       run.config.model.vocabulary, tokenizer)
-        return cls(RemoteSampler(server, terms, c.sampler_timeout_s, sends_adapters(run.config), workdir),
-                   SentWeights(run, Path(folder)))
+        found = cls(RemoteSampler(server, terms, c.sampler_timeout_s, sends_adapters(run.config), workdir),
+                    SentWeights(run, Path(folder)))
+        if workdir is None and not c.sampler_folder:
+            weakref.finalize(found, shutil.rmtree, folder, True)
+        return found
 
     def written(self, step: int, state: "TrainState") -> Weights:
         """Return the weights after this step, in a folder that the server sees."""

@@ -109,11 +109,11 @@ class RemoteSampler:
                 missing = [n for n in range(len(job.questions)) if n not in found]
                 vouched = _Vouched(server, "" if self.adapters else job.weights.version)
                 got = _at_once(functools.partial(self._asked, server, job, vouched), missing, stop)
+                if stop.is_set():
+                    raise _Stopped
                 found |= {n: one for n, one in got.items() if isinstance(one, Generated)}
                 if len(found) == len(job.questions):
                     break
-                if stop.is_set():
-                    raise _Stopped
                 why: Failed = next(one for one in got.values() if isinstance(one, Failed))
             except Failed as error:
                 why = error

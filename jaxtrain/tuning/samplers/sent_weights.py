@@ -97,7 +97,6 @@ class SentWeights:
             number = re.fullmatch(r"step-(\d+)", path.name)
             if number and int(number[1]) < step:
                 shutil.rmtree(path, ignore_errors=True)
-        self._known = {at: one for at, one in self._known.items() if at >= step}
 
     def _of(self, step: int) -> Path:
         return self.folder / f"step-{step}"

@@ -49,8 +49,10 @@ def made(run, state):
     return run.data[0], run.data.pop_fields()
 
 
-def test_answers_are_the_steps_own_whoever_drafted_them(files, monkeypatch):
-    run = jt.build(config(files, rl__temperature=0.8))
+@pytest.mark.parametrize("loss", ["dapo", *slow("grpo", "dr_grpo")])
+def test_answers_are_the_steps_own_whoever_drafted_them(files, monkeypatch, loss):
+    """Passes that draw leave no trace in the state, whatever the loss divides by."""
+    run = jt.build(config(files, rl__temperature=0.8, rl__loss=loss, optimizer__weight_decay=0.5))
     state = run.init()
     batch, told = made(run, state)
     learnt = batch["weights"] > 0

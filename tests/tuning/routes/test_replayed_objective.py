@@ -62,7 +62,8 @@ def test_loss_and_gradients_are_those_of_plain_layers(name, monkeypatch):
 
 @pytest.mark.parametrize(("family", "keys", "sentence"), [
     ("llama", {}, "rl.replay_routes: llama has no experts; leave it out"),
-    ("mixtral", {"rl__exact": True}, "rl.replay_routes: with rl.exact the step takes its own routes")])
+    ("mixtral", {"rl__exact": True}, "rl.replay_routes: with rl.exact the step takes its own routes"),
+    ("mixtral", {"model__capacity_factor": 1.5}, "rl.replay_routes: experts drop tokens by model.capacity_factor=1.5")])
 def test_what_cannot_be_replayed_is_refused(family, keys, sentence):
     with pytest.raises(jt.UserError, match=sentence):
         build(family, **KEYS | {"rl__replay_routes": True} | keys)

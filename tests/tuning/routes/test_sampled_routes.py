@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.hub import decoding as decoding_module
 from jaxtrain.hub.batching import told_routes
 from jaxtrain.hub.decoding import decoding
 from jaxtrain.models.experts.given_routes import ROUTES
@@ -31,10 +32,13 @@ def run_of(files, family, **keys):  # noqa: F811
     *slow(("mixtral", dict(train__precision="float32", mesh__data=1, mesh__expert=2)),
           ("alternating", dict(train__precision="float32", mesh__tensor=1, mesh__fsdp=2)),
           ("kimi_linear", dict(train__precision="float32"))),
+    *slow(("kimi_linear", dict(train__precision="float32", pages=True))),
     *exhaustive(("deepseek_v3", dict(train__precision="float32", mesh__data=1, mesh__stage=2)),
                 ("mixtral", dict(train__precision="bfloat16")))])
-def test_routes_are_those_of_a_pass_over_the_text(files, family, keys):  # noqa: F811
+def test_routes_are_those_of_a_pass_over_the_text(files, family, keys, monkeypatch):  # noqa: F811
     """In float32 the trainer's own, so that nothing changes; each token's, in each layer, where rows join and leave."""
+    if (keys := dict(keys)).pop("pages", False):
+        monkeypatch.setattr(decoding_module, "_layers_apart", lambda: False)  # as on accelerators
     run = run_of(files, family, **keys)
     state, c = run.init(), run.config.model
     run.see(0, state)
