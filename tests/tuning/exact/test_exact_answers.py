@@ -11,29 +11,13 @@ from jaxtrain.tuning import rollouts
 from jaxtrain.tuning.exact.exact_objective import MISMATCH, SAID
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
-from tests.tiny import devices
-from tests.tuning.test_rollouts import REWARD
+from tests.tuning.test_rollouts import files, on_four  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 ROWS, LENGTH = 8, 20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_four():
-    with devices(4):
-        yield
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rewards")
-    (folder / "reward.py").write_text(REWARD)
-    lines = [{"prompt": f"say {'x' * (n % 3)}{n}:", "number": n} for n in range(5)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def config(files, family="llama", **keys):
+def config(files, family="llama", **keys):  # noqa: F811
     return reference.tiny(family, **(dict(
         model__vocab_size=264, model__max_seq_len=32, data__seq_len=LENGTH, data__global_batch_size=ROWS,
         mesh__data=2, mesh__tensor=2, train__steps=4, train__progress=False, optimizer__warmup_steps=0,
@@ -50,7 +34,7 @@ def made(run, state):
 
 
 @pytest.mark.parametrize("loss", ["dapo", *slow("grpo", "dr_grpo")])
-def test_answers_are_the_steps_own_whoever_drafted_them(files, monkeypatch, loss):
+def test_answers_are_the_steps_own_whoever_drafted_them(files, monkeypatch, loss):  # noqa: F811
     """Passes that draw leave no trace in the state, whatever the loss divides by."""
     run = jt.build(config(files, rl__temperature=0.8, rl__loss=loss, optimizer__weight_decay=0.5))
     state = run.init()
@@ -84,7 +68,7 @@ def test_answers_are_the_steps_own_whoever_drafted_them(files, monkeypatch, loss
     ("bamba", dict(mesh__tensor=1, mesh__context=2)),
     ("gpt_oss", dict(mesh__data=1, mesh__expert=2, train__accumulation=4)),
     ("gemma3", dict(mesh__data=1, mesh__stage=2, pipeline__schedule="1f1b", data__global_batch_size=8))))
-def test_log_probabilities_are_the_trainers_to_the_last_bit(files, family, keys):
+def test_log_probabilities_are_the_trainers_to_the_last_bit(files, family, keys):  # noqa: F811
     run = jt.build(config(files, family, **keys))
     state = run.init()
     batch, _ = made(run, state)
@@ -111,7 +95,7 @@ def test_log_probabilities_are_the_trainers_to_the_last_bit(files, family, keys)
 
 
 @pytest.mark.slow
-def test_a_run_is_exact_at_each_step_and_goes_on_from_its_files(files, tmp_path):
+def test_a_run_is_exact_at_each_step_and_goes_on_from_its_files(files, tmp_path):  # noqa: F811
     jt.train(config(files), tmp_path / "whole")
     half = config(files, train__steps=2)
     jt.train(half, tmp_path / "parts")
@@ -126,6 +110,6 @@ def test_a_run_is_exact_at_each_step_and_goes_on_from_its_files(files, tmp_path)
         line["grad_norm"] for line in lines[1] if "loss" in line]
 
 
-def test_rounds_of_sampling_are_refused(files):
+def test_rounds_of_sampling_are_refused(files):  # noqa: F811
     with pytest.raises(jt.UserError, match=r"^rl.exact: .* rl.sampling_rounds chooses them .*; leave one of them out"):
         config(files, rl__sampling_rounds=2)

@@ -12,16 +12,10 @@ from jaxtrain.hub.decoding import decoding
 from jaxtrain.models.experts.given_routes import ROUTES
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
-from tests.tiny import devices
-from tests.tuning.exact.test_exact_answers import config, files  # noqa: F401
+from tests.tuning.exact.test_exact_answers import config
+from tests.tuning.test_rollouts import files, on_four  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_four():
-    with devices(4):
-        yield
 
 
 def run_of(files, family, **keys):  # noqa: F811
