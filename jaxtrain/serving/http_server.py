@@ -9,13 +9,13 @@ import http.server
 import json
 import re
 import socket
-import threading
 import time
 import traceback
 import urllib.parse
 from collections.abc import Callable
 
 from jaxtrain.base.annotations import JsonObject
+from jaxtrain.base.bounded_server import BoundedServer, deadline, is_from_here, size_of
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.bounded_files import parsed
 from jaxtrain.serving import wire
@@ -29,7 +29,6 @@ LINGER_S, LINGER_BYTES = 2.0, 2**24  # what is still read of a refused request, 
 IDLE_S = 75.0  # after which a connection without a request is closed
 READ_S = 120.0  # in which a request must have arrived
 WAIT_S = 20.0  # for which a client waits for an answer before it asks again; the client gives up after 45 s
-_OURS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 # What the client asks at the beginning how to behave: how many connections it may use, among others.
 _CONFIG = {"pjwt_auth_enabled": False, "credential_default_source": "api_key", "parallel_fwdbwd_chunks": True,
            "proto_compress_fwdbwd": False, "sample_max_concurrent_requests": 64,
@@ -68,59 +67,30 @@ OTHERS: list[tuple[str, str, Callable[..., JsonObject]]] = [
 ]
 
 
-class Server(http.server.ThreadingHTTPServer):
+class Server(BoundedServer):
     """A server that carries the calls of a service."""
 
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 1024
+    too_many = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
     def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0, *, keys: Keys | None = None,
                  most_bytes: int = 64 * 2**20):
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.service, self.keys, self.most_bytes = service, keys or Keys(), most_bytes
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
         if not self.keys and host not in ("127.0.0.1", "::1", "localhost"):
             raise UserError("--host", f"without keys everybody who reaches {host} could train and read",
                             "add --keys=FILE, or listen on 127.0.0.1")
         try:
-            super().__init__((host, port), Handler)
+            super().__init__((host, port), Handler, CONNECTIONS)
         except socket.gaierror as error:
             raise UserError("--host", f"{host} has no address ({error.strerror})", "give another one") from None
         except (OSError, OverflowError) as error:
             raise UserError("--port", f"{host}:{port} cannot be opened ({getattr(error, 'strerror', '') or error})",
                             "give another one, or leave it out") from None
 
-    def server_bind(self) -> None:
-        """Bind without a look-up of this host's name, which may take long."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-
     @property
     def url(self) -> str:
         """The address that clients are given."""
         host, port = self.server_address[:2]
         return f"http://[{host}]:{port}" if ":" in f"{host}" else f"http://{host}:{port}"
-
-    def process_request(self, request, client_address) -> None:
-        """Answer on a thread, or say that there are too many connections."""
-        if self._free.acquire(blocking=False):
-            return super().process_request(request, client_address)
-        with contextlib.suppress(OSError):
-            request.settimeout(1)
-            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        self.shutdown_request(request)
-
-    def process_request_thread(self, request, client_address) -> None:
-        """Answer the requests of one connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request, client_address) -> None:
-        """Log nothing of a connection that broke."""
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -134,17 +104,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         """Answer one request, whose head and body must come in time, however slowly their bytes drip."""
-        self._deadline = threading.Timer(IDLE_S + READ_S, self._hang_up)
-        self._deadline.daemon = True
-        self._deadline.start()
+        self._deadline = deadline(self.connection, IDLE_S + READ_S)
         try:
             super().handle_one_request()
         finally:
             self._deadline.cancel()
-
-    def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
         """Answer a request for what is known."""
@@ -195,7 +159,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _owner(self) -> str:
         """Return who asks; refuse strangers."""
         keys = self.server.keys
-        if not keys and (not _OURS.fullmatch(self.headers.get("Host", "")) or "Origin" in self.headers):
+        if not keys and not is_from_here(self.headers):
             raise Refused(403, "without keys only programs of this machine are answered, and no pages")
         owner = keys.owner(given := self._key())
         if owner is None:
@@ -221,7 +185,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(411, "the request does not say its length (Content-Length)")
         if self.headers.get("Content-Type", "").partition(";")[0] != wire.TYPE:
             most = min(most, JSON_BYTES)
-        size = int(length.lstrip("0")[:20] or "0")  # more digits are too many bytes in any case
+        size = size_of(length)
         if size > most:
             self.close_connection = True
             raise Refused(413, f"the request has {size:,} bytes, above {most:,} (--request_mib); send "

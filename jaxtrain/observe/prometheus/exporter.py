@@ -14,6 +14,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxtrain.base.bounded_server import BoundedServer, deadline
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.observe import events, profile_requests
@@ -96,48 +97,22 @@ def _write(metrics: RunMetrics, workdir: str | Path, folder: Path, ended: thread
         path.unlink(missing_ok=True)
 
 
-class _Server(http.server.ThreadingHTTPServer):
+class _Server(BoundedServer):
     """Answers GET /metrics; and POST /profile?steps=5, where only this machine can ask."""
 
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 8 * MOST  # the system makes clients beyond it wait for seconds
+    request_queue_size = 8 * MOST
 
     def __init__(self, address: tuple[str, int], metrics: RunMetrics, workdir: str | Path):
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.metrics, self.workdir, self._free = metrics, workdir, threading.BoundedSemaphore(MOST)
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        """Bind without a look-up of this host's name, which may take long."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-
-    def process_request(self, request, client_address) -> None:
-        """Answer on a thread, or hang up if there are too many connections."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        self.metrics, self.workdir = metrics, workdir
+        super().__init__(address, _Handler, MOST)
 
     def process_request_thread(self, request, client_address) -> None:
         """Answer one connection, and end it if it takes too long."""
-        limit = threading.Timer(WHOLE_S, lambda: _hang_up(request))
-        limit.daemon = True
-        limit.start()
+        limit = deadline(request, WHOLE_S)
         try:
             super().process_request_thread(request, client_address)
         finally:
             limit.cancel()
-            self._free.release()
-
-    def handle_error(self, request, client_address) -> None:
-        """Log nothing: requests of clients do not belong in the run's log."""
-
-
-def _hang_up(request: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

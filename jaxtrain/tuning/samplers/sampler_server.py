@@ -3,13 +3,11 @@
 import contextlib
 import http.server
 import json
-import re
-import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxtrain.base.annotations import Json, JsonObject
+from jaxtrain.base.bounded_server import BoundedServer, deadline, is_from_here, size_of
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.bounded_files import parsed
 from jaxtrain.tuning.samplers.served_model import Busy, ServedModel, Unknown
@@ -17,7 +15,6 @@ from jaxtrain.tuning.samplers.served_model import Busy, ServedModel, Unknown
 CONNECTIONS = 1024
 BODY = 2**24  # bytes of a request
 IDLE_S = 120.0  # in which a request must have come
-_OURS = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 
 
 def _folder(text: object) -> Path:
@@ -65,17 +62,13 @@ POSTS: dict[str, Callable[[ServedModel, JsonObject], Json]] = {
 }
 
 
-class SamplerServer(http.server.ThreadingHTTPServer):
+class SamplerServer(BoundedServer):
     """A server on loopback for a model."""
 
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 1024
-
     def __init__(self, model: ServedModel, port: int = 0):
-        self.model, self._free = model, threading.BoundedSemaphore(CONNECTIONS)
+        self.model = model
         try:
-            super().__init__(("127.0.0.1", port), _Handler)
+            super().__init__(("127.0.0.1", port), _Handler, CONNECTIONS)
         except (OSError, OverflowError) as error:
             raise UserError("--port", f"127.0.0.1:{port} cannot be opened ({getattr(error, 'strerror', '') or error})",
                             "give another one, or leave it out") from None
@@ -85,27 +78,19 @@ class SamplerServer(http.server.ThreadingHTTPServer):
         """The URL for `rl.sampler`."""
         return f"http://127.0.0.1:{self.server_port}/v1"
 
-    def process_request(self, request, client_address) -> None:
-        """Answer on a thread, or close the connection if there are too many."""
-        if self._free.acquire(blocking=False):
-            return super().process_request(request, client_address)
-        self.shutdown_request(request)
-
-    def process_request_thread(self, request, client_address) -> None:
-        """Answer the request of one connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request, client_address) -> None:
-        """Log nothing of a connection that broke."""
-
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = IDLE_S
     server_version, sys_version = "jaxtrain", ""
     server: SamplerServer
+
+    def handle_one_request(self) -> None:
+        """Answer one request, whose head and body must come in time."""
+        self._deadline = deadline(self.connection, IDLE_S)
+        try:
+            super().handle_one_request()
+        finally:
+            self._deadline.cancel()
 
     def do_GET(self) -> None:
         self._answer(GETS, False)
@@ -114,16 +99,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(POSTS, True)
 
     def _answer(self, routes, has_body: bool) -> None:
-        hangs = threading.Timer(IDLE_S, self._hang_up)  # a body may drip in for ever
-        hangs.daemon = True
-        hangs.start()
         try:
-            body = [self._body()] if has_body else []
-            hangs.cancel()
-            route = routes.get(self.path.partition("?")[0])
-            if not _OURS.fullmatch(self.headers.get("Host", "")) or "Origin" in self.headers:
+            if not is_from_here(self.headers):
                 self._send(403, "only programs of this machine are answered, and no pages")
-            elif route is None:
+                return
+            body = [self._body()] if has_body else []
+            self._deadline.cancel()
+            route = routes.get(self.path.partition("?")[0])
+            if route is None:
                 self._send(404, f"there is no {self.path[:200]}")
             else:
                 self._send(200, route(self.server.model, *body) or {})
@@ -138,16 +121,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except Exception as error:
             say(f"error: {type(error).__name__}: {error}")
             self._send(500, f"{type(error).__name__} in the sampler")
-        finally:
-            hangs.cancel()
-
-    def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
 
     def _body(self) -> JsonObject:
         length = self.headers.get("Content-Length", "")
-        size = int(length.lstrip("0")[:20] or "0") if length.isdecimal() else BODY + 1
+        size = size_of(length) if length.isdecimal() else BODY + 1
         if size > BODY:
             raise UserError("request", f"it does not say its length, or is above {BODY:,} bytes", "send less at once")
         return parsed(self.rfile.read(size) or b"{}", dict)
