@@ -157,13 +157,13 @@ def check_is_new(folder: Path, overwrite: bool = False) -> None:
         raise UserError("--output", f"{folder} is there already", "name a folder that is not")
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder anew, which an export that was stopped may have left."""
+def make_folder(folder: Path, key: str = "--output") -> None:
+    """Make a folder anew, which an export that was stopped may have left. `key`: what names it."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     except OSError as error:
-        raise UserError("--output", f"{folder} cannot be made ({error.strerror})", "name another") from error
+        raise UserError(key, f"{folder} cannot be made ({error.strerror})", "name another") from error
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def time_over_adamw(case):
     return 1e3 * (made[0] - made[1])
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="recorded with another JAX")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the steps were recorded with JAX 0.12")
 @pytest.mark.parametrize(("muon", "adamw", "within"), [
     *slow(("8b_2_layers_muon_h100x8", "8b_2_layers_h100x8", 0.05)),
     *exhaustive(("124m_2_layers_muon_h100x1", "124m_2_layers_h100x1", 0.1), ("8b_muon_h100x8", "8b_h100x8", 0.05))])

@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from jaxtrain.base.annotations import Json, JsonObject
+from jaxtrain.base.sockets import read_exactly
 from jaxtrain.data.chat.sandbox import Sandbox
 from jaxtrain.data.chat.template_limits import CALLS, EACH_S, LONGEST, MEMORY, MESSAGE, REASON, SOURCE
 
@@ -30,19 +31,9 @@ def main() -> None:
             resource.setrlimit(what, (limit, limit))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with socket.socket(fileno=os.dup(0)) as line:
-        while (size := _read(line, 4)) and (request := _read(line, int.from_bytes(size, "big"))):
+        while (size := read_exactly(line, 4)) and (request := read_exactly(line, int.from_bytes(size, "big"))):
             content = _answered(request)
             line.sendall(len(content).to_bytes(4, "big") + content)
-
-
-def _read(line: socket.socket, size: int) -> bytes:
-    """Return this many bytes, or b"" at the end."""
-    found = bytearray()
-    while len(found) < size:
-        if not (part := line.recv(min(size - len(found), 2**20))):
-            return b""
-        found += part
-    return bytes(found)
 
 
 def _answered(request: bytes) -> bytes:

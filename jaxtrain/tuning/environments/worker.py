@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.base.annotations import Json, JsonObject
+from jaxtrain.base.sockets import read_exactly
 from jaxtrain.tuning.environments.loading import load
 from jaxtrain.tuning.environments.protocol import LONGEST, MESSAGE
 
@@ -51,21 +52,11 @@ def framed(content: Json) -> bytes:
 def _listen(line: socket.socket, asked: "queue.SimpleQueue[bytes]") -> None:
     """Take requests as they come; end the process, and those that it started, once there can be no more."""
     with contextlib.suppress(OSError):
-        while (size := _read(line, 8)) and (content := _read(line, int.from_bytes(size, "big"))):
+        while (size := read_exactly(line, 8)) and (content := read_exactly(line, int.from_bytes(size, "big"))):
             asked.put(content)
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
-
-
-def _read(line: socket.socket, size: int) -> bytes:
-    """Return this many bytes, or b"" at the end."""
-    found = bytearray()
-    while len(found) < size:
-        if not (part := line.recv(min(size - len(found), 2**20))):
-            return b""
-        found += part
-    return bytes(found)
 
 
 class _Player:

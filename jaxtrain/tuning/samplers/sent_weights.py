@@ -59,10 +59,12 @@ class SentWeights:
         if step not in self._known:
             import jax
 
+            from jaxtrain.hub.export import make_folder
+
             jax.block_until_ready(state)
             began = time.perf_counter()
             partial = self.folder / f"step-{step}.partial"
-            exchange(None, lambda _: _made(partial))
+            exchange(None, lambda _: make_folder(partial, "rl.sampler_folder"))
             try:
                 self._save(state, partial)
             except OSError as error:
@@ -121,14 +123,6 @@ def _dtype_of(precision: str) -> np.dtype:
     import ml_dtypes
 
     return np.dtype({"float32": np.float32, "float16": np.float16}.get(precision, ml_dtypes.bfloat16))
-
-
-def _made(partial: Path) -> None:
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError("rl.sampler_folder", f"{partial} cannot be made ({error.strerror})", "name another") from None
 
 
 def _finished(partial: Path, step: int) -> dict:
