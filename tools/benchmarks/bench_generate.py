@@ -3,7 +3,6 @@
     python tools/benchmarks/bench_generate.py --rows=1 --rows=16
     python tools/benchmarks/bench_generate.py --config=configs/gpt.py:124m --peer --rows=1 --rows=8 --rows=32
     python tools/benchmarks/bench_generate.py --config=configs/gpt.py:124m --adapters=4
-    python tools/benchmarks/bench_generate.py --refill --config=configs/gpt.py --layers=4
 
 A step of generation has to read all weights but the embeddings of other tokens, and the cache that is filled so far.
 The limit is that number of bytes over the bandwidth of a sum over an array as large as the weights, measured in the
@@ -14,8 +13,7 @@ Without it: the path without a cache, which computes the whole text again for ev
 
 With --adapters=N: the model alone, with one adapter, and with N stacked ones of which every row uses another, in turn.
 
-With --refill: how fast four times as many prompts are continued by answers of geometric lengths (at random one token
-of 32 ends one), with and without prompts that take the places of finished rows.
+Answers of unequal lengths: bench_sampler.py.
 """
 
 import argparse
@@ -39,7 +37,6 @@ from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.files import atomic_files
 from jaxtrain.hf import hf_config
 from jaxtrain.hub.adapters import adapter_files
-from jaxtrain.hub.decoding import Decoding
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.models import lora
 from jaxtrain.run import abstract_model
@@ -70,33 +67,6 @@ def bandwidth(size: int) -> tuple[float, float]:
     total, copied = jax.jit(jnp.sum), jax.jit(jnp.negative)
     read, copy = seconds(lambda: total(array).block_until_ready(), lambda: copied(array).block_until_ready())
     return array.nbytes / read, 2 * array.nbytes / copy
-
-
-def refilled(run, state, rows: int) -> None:
-    """Print tokens a second and steps of the same texts, with and without refilled rows, one after the other."""
-    go_on, steps = Decoding.go_on, [0]
-
-    def counted(self, params, held, *args):
-        before = int(held["step"])
-        after = go_on(self, params, held, *(args if refills else args[:-1]))  # the last: how many free rows are enough
-        steps[0] += int(after["step"]) - before
-        return after
-
-    Decoding.go_on = counted
-    vocab = run.config.model.vocab_size
-    prompts = np.random.default_rng(0).integers(1, vocab, (4 * rows, PROMPT)).tolist()
-    took, many = {True: [], False: []}, {}
-    for _ in range(1 + REPEATS):  # the first compiles
-        for refills in took:
-            steps[0], start = 0, time.perf_counter()
-            found = jt.generate(run, state, prompts, max_new_tokens=NEW, stop=list(range(0, vocab, 32)),
-                                batch_size=rows)
-            took[refills].append(time.perf_counter() - start)
-            many[refills] = steps[0], sum(len(one.tokens) + (one.end is not None) for one in found)
-    print("| rows | refilled | steps | tokens | tokens/s |\n|---|---|---|---|---|")
-    for refills, seconds_ in took.items():
-        (step, tokens), median = many[refills], statistics.median(seconds_[1:])
-        print(f"| {rows} | {'yes' if refills else 'no'} | {step} | {tokens} | {tokens / median:,.1f} |", flush=True)
 
 
 def published(run, params, folder: Path) -> Path:
@@ -160,7 +130,6 @@ def main() -> int:
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--peer", action="store_true", help="beside transformers, which has to be installed")
     parser.add_argument("--adapters", type=int, default=0, help="measure what stacked adapters cost instead")
-    parser.add_argument("--refill", action="store_true", help="measure what refilled rows give instead")
     flags = parser.parse_args()
     config = jt.load_config(flags.config, {
         "model.num_layers": flags.layers, "model.max_seq_len": PROMPT + NEW, "data.seq_len": PROMPT + NEW,
@@ -169,10 +138,6 @@ def main() -> int:
     run = jt.build(config)
     params = run.init().params
     state, rows = replace(run.abstract, params=params), flags.rows or [1, 16]
-    if flags.refill:
-        for count in flags.rows or [16]:
-            refilled(run, state, count)
-        return 0
     with tempfile.TemporaryDirectory() as folder:
         if flags.adapters:
             with_adapters(run, state, Path(folder), rows, flags.adapters)
