@@ -8,29 +8,17 @@ import jaxtrain as jt
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.hub.scoring import score
 from jaxtrain.serving import wire
-from jaxtrain.serving.lora_engine import Engine
 from jaxtrain.serving.service import Limits
 from tests.serving import tiny_model
+from tests.serving.test_training_calls import engine, folder  # noqa: F401
 from tests.serving.wire_client import Client, Failed, datum
-from tests.tiny import devices
 
 PROMPT = [72, 101, 108, 108, 111]
 LORA = LoraConfig(rank=4, alpha=32.0)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model.write(tmp_path_factory.mktemp("served") / "model")
-
-
-@pytest.fixture(scope="module")
-def engine(folder, cache):
-    with devices(1):
-        yield Engine.load(folder, batch_tokens=256)
-
-
-@pytest.fixture(scope="module")
-def server(engine, folder, tmp_path_factory):
+def server(engine, folder, tmp_path_factory):  # noqa: F811
     with tiny_model.served(folder, tmp_path_factory.mktemp("saved"), engine=engine,
                            limits=Limits(batch=4)) as server:
         yield server
@@ -49,7 +37,7 @@ def trained(client):
     return model
 
 
-def test_adapters_say_what_generate_says_with_them(client, server, engine):
+def test_adapters_say_what_generate_says_with_them(client, server, engine):  # noqa: F811
     model = trained(client)
     found, before = model.sampler().sample(PROMPT, max_tokens=6, temperature=0, prompt_logprobs=True)
     shape = engine.shape(LORA)
@@ -66,7 +54,7 @@ def test_adapters_say_what_generate_says_with_them(client, server, engine):
 
 
 @pytest.mark.slow
-def test_the_base_and_saved_adapters_have_samplers(client, folder):
+def test_the_base_and_saved_adapters_have_samplers(client, folder):  # noqa: F811
     model = trained(client)
     path = model.save("mine", "save_weights_for_sampler")
     base, _ = client.sampler(base_model=tiny_model.NAME).sample(PROMPT, max_tokens=4, temperature=0)
@@ -101,7 +89,7 @@ def test_a_seed_gives_the_same_sequences_whatever_else_is_asked(client):
     assert alone[0][1] != alone[1][1]
 
 
-def test_what_ends_a_sequence_belongs_to_it(client, engine):
+def test_what_ends_a_sequence_belongs_to_it(client, engine):  # noqa: F811
     """A token, or the tokens to the end of a text; without either a sequence ends at its length."""
     sampler = client.sampler(base_model=tiny_model.NAME)
     (reason, whole, _), = sampler.sample(PROMPT, max_tokens=40, seed=1, stop=[])[0]
@@ -115,7 +103,7 @@ def test_what_ends_a_sequence_belongs_to_it(client, engine):
 
 
 @pytest.mark.slow
-def test_prompts_are_scored_as_by_the_model(client, folder):
+def test_prompts_are_scored_as_by_the_model(client, folder):  # noqa: F811
     run, state = jt.load_model(folder)
     row = [5, 80, 3, 120, 7, 255]
     wanted, = score(run, state.all_params, [([row[0]], row[1:])])
@@ -139,7 +127,7 @@ def test_what_cannot_be_sampled_is_refused(client, more, words):
 
 
 @pytest.mark.slow
-def test_samplers_in_memory_make_room_for_newer_ones(engine, folder, tmp_path):
+def test_samplers_in_memory_make_room_for_newer_ones(engine, folder, tmp_path):  # noqa: F811
     with tiny_model.served(folder, tmp_path, engine=engine, limits=Limits(samplers=1)) as server:
         client = Client(server.url)
         model = client.model(tiny_model.NAME)

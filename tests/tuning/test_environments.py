@@ -24,7 +24,7 @@ from tests.numerics import reference
 from tests.objectives import plain_policy_gradient as plain
 from tests.objectives import tuned
 from tests.plug_in_package import importable, install
-from tests.tiny import devices
+from tests.tuning.test_rollouts import on_four  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("cache")
 # Says how often it was answered, gives a reward for each answer, and ends after as many as the record says.
@@ -39,12 +39,6 @@ class Counts:
         return f"heard {len(self.said)}", len(answer) / 4, len(self.said) == self.turns
 '''
 END = ByteTokenizer.eod
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_four():
-    with devices(4):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,10 @@ from tests.numerics import reference
 from tests.trainer.test_multiprocess import ROOT, ended, two_processes
 from tests.tuning.samplers.vllm_stand_in import END, Numbers, Vllm
 from tests.tuning.test_rollouts import config, files, on_four  # noqa: F401
-from tests.tuning.test_staleness import built  # noqa: F401
+from tests.tuning.test_staleness import (
+    built,  # noqa: F401
+    trained,
+)
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 
@@ -60,17 +63,6 @@ def begun(run, server, workdir, **keys):
     data = run.data
     return rollouts.Rollouts(run, data.records, Scorers(("score",), (lambda answer, record: float(ord(answer[0])),)),
                              data.tokenizer, workdir / "rollouts", sampler=answers_of(run, server, workdir, **keys))
-
-
-def trained(data, start, stop):
-    """The batches of these steps, and the state that answered for each."""
-    found = []
-    for step in range(start, stop):
-        data.see(step, step)
-        batch = data[step]
-        found.append((int(batch["targets"][0][np.flatnonzero(batch["weights"][0])[0]]) - 97, batch))
-        assert data.pop_fields()["staleness"] == step - found[-1][0]
-    return found
 
 
 def same(some, others):
