@@ -34,7 +34,7 @@ class CodeTests:
         """Run the answer's code with the tests; a later success is worth less."""
         self.tries += 1
         found = CODE.findall(answer)
-        error = failure_of(f"{found[-1] if found else answer}\n{self.tests}\n")
+        error = failure_of(f"{found[-1] if found else answer}\n{self.tests}")
         if not error:
             return "", 1.0 - 0.2 * (self.tries - 1), True
         return error, 0.0, self.tries == TRIES
@@ -43,7 +43,7 @@ class CodeTests:
 def failure_of(program):
     """Return the last line of what a program says as it fails; "": it does not."""
     limits, end = LIMITS.format(seconds=SECONDS, memory=MEMORY), secrets.token_hex(8)
-    program += f"import sys; sys.stderr.write({end!r})"  # else code that exits would pass
+    program += f"\nimport sys; sys.stderr.write({end!r})"  # else code that exits would pass
     with tempfile.TemporaryFile() as said, tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run([sys.executable, "-I", "-c", limits + program], stdin=subprocess.DEVNULL, env={},
