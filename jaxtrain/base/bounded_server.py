@@ -5,7 +5,7 @@ import http.server
 import re
 import socket
 import threading
-from collections.abc import Mapping
+from email.message import Message
 
 _HERE = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 
@@ -62,7 +62,7 @@ def deadline(connection: socket.socket, seconds: float) -> threading.Timer:
     return timer
 
 
-def is_from_here(headers: Mapping[str, str]) -> bool:
+def is_from_here(headers: Message) -> bool:
     """Return whether a program of this machine asks, and no page in a browser, of whatever name leads here."""
     return bool(_HERE.fullmatch(headers.get("Host", ""))) and "Origin" not in headers
 

@@ -35,6 +35,7 @@ from jaxtrain.errors import UserError, nearest, say  # noqa: E402
 from tools.device.accelerator_blocks import BLOCKS, Block, Session  # noqa: E402
 
 LEAST = 15  # seconds: with less left, no block is begun
+RUNNING: set[int] = set()  # the processes of blocks
 REHEARSAL = 400.0  # seconds of a block at most: a slow machine is not a typo
 
 
@@ -47,7 +48,7 @@ def main(argv: list[str] | None) -> None:
     if flags.child:
         work(blocks[0], Session(results, blocks[0].name, flags.rehearse, json.loads(flags.about)), flags.reason)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a block that runs is ended first
+    signal.signal(signal.SIGTERM, end_all)
     records.writable(results, "--results")
     end = time.monotonic() + 60 * flags.minutes
     here = records.about_elsewhere("python tools/device/accelerator.py")
@@ -96,17 +97,31 @@ def run(block: Block, results: Path, rehearse: bool, seconds: float, here: recor
                    f"--reason={reason}", f"--about={json.dumps(here)}", *["--rehearse"] * rehearse]
         # A group of its own: at the limit all that the block has started is ended with it.
         process = subprocess.Popen(command, cwd=ROOT, env=environment(shared), process_group=0)
+        RUNNING.add(process.pid)
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             return f"took longer than {seconds:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process.pid)
             process.wait()
+            RUNNING.discard(process.pid)
         if status == 0:
             return "done"
         return reason.read_text() if reason.exists() else f"ended with status {status}"
+
+
+def end_group(leader: int) -> None:
+    """End a block's process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def end_all(*_: object) -> None:
+    """End this program and the blocks that run: their threads wait for them, and the program's exit for the threads."""
+    for leader in tuple(RUNNING):
+        end_group(leader)
+    sys.exit(143)
 
 
 def work(block: Block, session: Session, reason: str) -> None:

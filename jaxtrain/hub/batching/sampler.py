@@ -13,7 +13,7 @@ come to have. Equal prompts that join together are computed once. On a mesh, a r
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -374,7 +374,7 @@ class Sampler:
             numbers["chosen"] = np.zeros((rows, len(self.live[0].chosen)), self.live[0].chosen.dtype)
         for text in self.live:
             row = text.device * self.places + text.place
-            own = {"slot": text.slots, "count": len(text.tokens), "limits": text.limit, "done": False,
+            own: dict[str, Any] = {"slot": text.slots, "count": len(text.tokens), "limits": text.limit, "done": False,
                    "seeds": text.key, "chosen": text.chosen}
             for name, column in numbers.items():
                 column[row] = own[name]

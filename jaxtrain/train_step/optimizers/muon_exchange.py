@@ -46,10 +46,11 @@ def _stacks(c: OptimizerConfig, abstract: TrainState, layout: Layout) -> Iterato
         if own is None:
             continue
         momentum = next((state for at, state in states if at[-len(path):] == path and state.shape == leaf.shape), leaf)
-        matrices, rows, columns = _sizes(leaf.shape, own)
+        matrices, *sides = _sizes(leaf.shape, own)
+        rows, columns = sorted(sides)
         layers = next((leaf.shape[i] for i in own.stacked if names[i] in ("layers", "every_layer")), 1)
         times = layers if layout.layerwise else 1
-        yield (matrices // times, *sorted((rows, columns))), frozenset(
+        yield (matrices // times, rows, columns), frozenset(
             axis for entry in momentum.sharding.spec for axis in axes_of(entry) if layout.mesh.shape[axis] > 1), times
 
 
@@ -61,7 +62,7 @@ def _together(stacks: list[Stack]) -> Iterator[Stack]:
     """Yield stacks, those that share rounds as one."""
     for group in newton_schulz.grouped([shape for shape, _, _ in stacks]):
         shapes, axes, times = zip(*(stacks[i] for i in group), strict=True)
-        yield (sum(n for n, *_ in shapes), *shapes[0][1:]), frozenset().union(*axes), max(times)
+        yield (sum(n for n, *_ in shapes), shapes[0][1], shapes[0][2]), frozenset().union(*axes), max(times)
 
 
 def _of_stack(shape: tuple[int, int, int], split: frozenset[str], sizes: dict[str, int], width: int) -> list[Exchange]:

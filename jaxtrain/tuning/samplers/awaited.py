@@ -15,7 +15,8 @@ class Awaited(Sequence[Generated]):
     """So many answers, which the first process has asked for. All processes read them, in the same order."""
 
     def __init__(self, count: int, future: "Future[list[Generated]] | None"):
-        self._count, self._future, self._found = count, future, None
+        self._count, self._future = count, future
+        self._found: list[Generated] | None = None
 
     def __len__(self) -> int:
         return self._count

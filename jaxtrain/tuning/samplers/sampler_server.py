@@ -82,7 +82,7 @@ class SamplerServer(BoundedServer):
 class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = IDLE_S
     server_version, sys_version = "jaxtrain", ""
-    server: SamplerServer
+    server: SamplerServer  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def handle_one_request(self) -> None:
         """Answer one request, whose head and body must come in time."""

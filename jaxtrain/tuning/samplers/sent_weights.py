@@ -108,7 +108,7 @@ class SentWeights:
 
         config = self.run.config
         params = partition.without(state.all_params, self.run.objective.frozen_axes)
-        dtype = np.dtype(_dtype_of(self.run.sharded.computation.precision))
+        dtype = np.dtype(_dtype_of(self.run.sharded.settings.precision))
         if sends_adapters(config):
             from jaxtrain.hub.adapters import adapter_files
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.errors import UserError
@@ -158,7 +158,7 @@ class ServedModel:
 
     def _alike(self, how: How) -> "list[_Asked | tuple[Callable[[], None], Future[None]]]":
         """Return the requests that wait on these terms, before weights are changed."""
-        found = []
+        found: list[_Asked | tuple[Callable[[], None], Future[None]]] = []
         for item in self._waiting:
             if not isinstance(item, _Asked):
                 break
@@ -216,5 +216,5 @@ def _settle(future: "Future[None]", change: Callable[[], None]) -> None:
         future.set_exception(error)
 
 
-def _are_tokens(found: object, known: int) -> bool:
+def _are_tokens(found: object, known: int) -> TypeGuard[list[int]]:
     return isinstance(found, list) and all(type(n) is int and 0 <= n < known for n in found)
