@@ -1,9 +1,9 @@
 """A sampler behind a URL (`rl.sampler`): answers by the weights that it is sent, while steps go on.
 
 One thread takes what is asked in order: it sees that the server has the weights, asks for all answers (or for those of
-one turn of conversations) at once, and asks again for those that did not come, until the time limit. An answer counts only where the server had these weights
-before and after it (adapters: under the version's name, which requests give), so that one that was started again is
-sent them again, and nothing that it made of others is taken.
+one turn of conversations) at once, and asks again for those that did not come, until the time limit. An answer counts
+only where the server had these weights before and after it (adapters: under the version's name, which requests give),
+so that one that was started again is sent them again, and nothing that it made of others is taken.
 """
 
 import functools
