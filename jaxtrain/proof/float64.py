@@ -1,0 +1,166 @@
+"""A traced program in float64: every operation of a jaxpr again, with 16 digits in place of 7 (or of bfloat16's 3).
+
+It is the judge of rounding: how far a float32 run is from this one is its rounding error, measured and not guessed. The
+program is that of one device, so that sharding means nothing in it and collectives return what they are given.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jaxtrain.base.annotations import PyTree
+
+
+class NoFloat64(Exception):
+    """An operation of the program cannot be computed in float64, such as a kernel written for a device."""
+
+
+def in_float64(closed: core.ClosedJaxpr) -> Callable[..., list[jax.Array]]:
+    """Return the function that a jaxpr of one device stands for, whose floating-point numbers are all float64.
+
+    It is to be compiled and called under `jax.enable_x64`. Bits of random numbers, and integers, are as they were.
+    """
+    def function(*args: jax.Array) -> list[jax.Array]:
+        return _evaluate(closed.jaxpr, closed.consts, args)
+    return function
+
+
+def widened(tree: PyTree) -> PyTree:
+    """Return arrays on the host with float64 for floating-point numbers."""
+    return jax.tree.map(lambda x: np.asarray(x, _wide(np.asarray(x).dtype)), tree)
+
+
+def _wide(dtype: Any) -> Any:
+    """Return float64 for a dtype of 16 or 32 floating-point bits; narrower ones stay, which are stored numbers."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4) else dtype
+
+
+def _widen(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # keys of random numbers
+        return x
+    return x.astype(_wide(x.dtype))
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_widen, consts), strict=True))
+    known |= zip(jaxpr.invars, args, strict=True)
+
+    def read(atom: Any) -> Any:
+        return _widen(np.asarray(atom.val, atom.aval.dtype)) if isinstance(atom, core.Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        rule = _RULES.get(eqn.primitive.name, _again)
+        found = rule(eqn, *map(read, eqn.invars))
+        known |= zip(eqn.outvars, found if isinstance(found, list | tuple) else [found], strict=True)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _again(eqn: Any, *args: Any) -> Any:
+    """Bind a primitive that is defined for any floating-point dtype."""
+    if any(isinstance(value, core.Jaxpr | core.ClosedJaxpr) for value in eqn.params.values()) or (
+            eqn.primitive.name in _OF_A_DEVICE):
+        raise NoFloat64(eqn.primitive.name)
+    return eqn.primitive.bind(*args, **{key: _param(value) for key, value in eqn.params.items()})
+
+
+def _param(value: Any) -> Any:
+    if isinstance(value, jax.sharding.Sharding):
+        return None
+    return _wide(value) if isinstance(value, np.dtype) else value
+
+
+def _inner(eqn: Any, *args: Any) -> list[Any]:
+    """Evaluate what a primitive calls, such as a compiled function."""
+    inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
+    return _evaluate(*((inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())), args)
+
+
+def _closed(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
+    return lambda *args: _evaluate(closed.jaxpr, closed.consts, args)
+
+
+def _scan(eqn: Any, *args: Any) -> list[Any]:
+    p = eqn.params
+    consts, rest = args[:p["num_consts"]], args[p["num_consts"]:]
+    first, xs = rest[:p["num_carry"]], rest[p["num_carry"]:]
+
+    def body(carry, x):
+        found = _closed(p["jaxpr"])(*consts, *carry, *x)
+        return found[:p["num_carry"]], found[p["num_carry"]:]
+
+    last, ys = lax.scan(body, list(first), list(xs), length=p["length"], reverse=p["reverse"])
+    return [*last, *ys]
+
+
+def _while(eqn: Any, *args: Any) -> list[Any]:
+    p = eqn.params
+    conds, bodies = p["cond_nconsts"], p["body_nconsts"]
+    of_cond, of_body, first = args[:conds], args[conds:conds + bodies], args[conds + bodies:]
+    return lax.while_loop(lambda carry: _closed(p["cond_jaxpr"])(*of_cond, *carry)[0],
+                          lambda carry: _closed(p["body_jaxpr"])(*of_body, *carry), list(first))
+
+
+def _cond(eqn: Any, index: Any, *args: Any) -> list[Any]:
+    return lax.switch(index, [_closed(branch) for branch in eqn.params["branches"]], *args)
+
+
+def _scatter(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Any:
+        p = eqn.params
+        return operation(operand, indices, updates, p["dimension_numbers"], unique_indices=p["unique_indices"],
+                         indices_are_sorted=p["indices_are_sorted"], mode=p["mode"])
+    return scatter
+
+
+def _bits(eqn: Any, x: Any) -> Any:
+    """Reinterpret the bits that the number had; the result, if it is a number, goes on in float64."""
+    return _widen(eqn.primitive.bind(x.astype(eqn.invars[0].aval.dtype), **eqn.params))
+
+
+def _same(eqn: Any, *args: Any) -> list[Any]:
+    return list(args)
+
+
+def _permute(eqn: Any, *args: Any) -> list[Any]:
+    return list(args) if eqn.params["perm"] else [jnp.zeros_like(x) for x in args]
+
+
+def _gathered(eqn: Any, *args: Any) -> list[Any]:
+    where = eqn.params["all_gather_dimension"]
+    return list(args) if eqn.params["tiled"] else [jnp.expand_dims(x, where) for x in args]
+
+
+def _scattered(eqn: Any, *args: Any) -> list[Any]:
+    where = eqn.params["scatter_dimension"]
+    return list(args) if eqn.params["tiled"] else [jnp.squeeze(x, where) for x in args]
+
+
+def _exchanged(eqn: Any, *args: Any) -> list[Any]:
+    p = eqn.params
+    return list(args) if p["tiled"] else [jnp.expand_dims(jnp.squeeze(x, p["split_axis"]), p["concat_axis"])
+                                          for x in args]
+
+
+_OF_A_DEVICE = {"pallas_call", "ffi_call", "pure_callback", "io_callback", "custom_partitioning", "cudnn_fusion"}
+_RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint", "custom_jvp_call",
+                     "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map"), _inner),
+    # One device: whatever is summed, moved or laid out over mesh axes stays as it is.
+    **dict.fromkeys(("reshard", "mesh_cast", "sharding_constraint", "pvary", "pcast", "pbroadcast", "psum", "psum2",
+                     "psum_invariant", "pmax", "pmin", "stop_gradient", "optimization_barrier", "layout_constraint"),
+                    _same),
+    "axis_index": lambda eqn: jnp.zeros((), jnp.int32), "ppermute": _permute, "all_gather": _gathered,
+    "all_gather_invariant": _gathered, "all_gather_reduced": _gathered, "reduce_scatter": _scattered,
+    "all_to_all": _exchanged,
+    "scan": _scan, "while": _while, "cond": _cond, "bitcast_convert_type": _bits, "nextafter": _again,
+    "scatter": _scatter(lax.scatter), "scatter-add": _scatter(lax.scatter_add), "scatter_add": _scatter(
+        lax.scatter_add), "scatter-mul": _scatter(lax.scatter_mul), "scatter-min": _scatter(lax.scatter_min),
+    "scatter-max": _scatter(lax.scatter_max),
+}

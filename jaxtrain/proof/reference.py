@@ -1,0 +1,154 @@
+"""The numbers of one device, in float64, and how far rounding may take others from them.
+
+The step is run on one device in float64 (float64.py): that is the truth. It is then run a number of times as it is, in
+float32 or whatever the config says, first from the initial parameters and then from parameters that are moved by less
+than their rounding. How far these runs are from the truth is the error of rounding, of each element by itself, with all
+that amplifies it: a sum whose terms cancel, a division by a small root in Adam, and steps that follow from others.
+
+A correct run on a mesh adds in another order, which is one more draw from the same errors. It is within
+
+    t * S * (1 + t * S / (|x| + S))  +  u * (p * g + 2 * |x|)
+
+of the truth x. S is the error to expect at an element: sqrt(1 + 1/R) * sqrt(s^2 + m^2), where s is the root mean
+square of the errors of R runs there, and m the median of s over the array. t is how many times larger an error can be
+by chance: the quantile of Student's distribution of R degrees of freedom at `FALSE_ALARMS`, divided by how many numbers
+the proof compares. The second factor matters where a number is no larger than its error, such as the square of a
+gradient that is zero but for rounding: its error grows with the square of t. The last term is for where all runs agree
+by chance: u is the unit of rounding, p how many partial sums the mesh makes (its devices x micro-batches), and g the
+largest element of the array.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.base.annotations import PyTree
+from jaxtrain.proof import float64
+from jaxtrain.proof.trial import Quantities, Record, quantities, record, traced
+from jaxtrain.run import Run
+from jaxtrain.train_step.state import TrainState
+
+REPLICAS = 16  # R
+FALSE_ALARMS = 1e-6  # of all proofs of correct code
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The truth of each step, and the spread of rounding errors around it."""
+
+    truth: list[Quantities]
+    spread: list[Quantities]  # s, for each element
+    dtypes: Quantities  # an empty array of the dtype in which each is kept
+    unit: float  # u
+    start: TrainState
+    missing: str = ""  # the operation for which there is no float64; then the mean of all runs takes its place
+
+    def tolerance(self, step: int, parts: int, compared: float) -> dict[Any, np.ndarray]:
+        """Return how far each element may be from the truth.
+
+        Args:
+            step: which step.
+            parts: how many partial sums the layout makes.
+            compared: how many numbers the whole proof compares.
+        """
+        t = _student(REPLICAS, FALSE_ALARMS / 2 / compared)
+        return {key: self._of(self.truth[step][key], s, self.dtypes[key].dtype, t, parts)
+                for key, s in self.spread[step].items()}
+
+    def _of(self, truth: np.ndarray, s: np.ndarray, dtype: Any, t: float, parts: int) -> np.ndarray:
+        if not jnp.issubdtype(dtype, jnp.floating):  # exact, except for codes of rounded numbers
+            return np.full(s.shape, 2 * s.max(initial=0))
+        size = np.abs(truth)
+        kept = max(self.unit, float(jnp.finfo(dtype).eps) / 2)
+        expected = np.sqrt((1 + 1 / REPLICAS) * (s**2 + (np.median(s) ** 2 if s.size else 0)))
+        twice = t * expected / np.maximum(size + expected, np.finfo(np.float64).tiny)
+        return t * expected * (1 + twice) + self.unit * parts * size.max(initial=0) + 2 * kept * size
+
+    @property
+    def size(self) -> int:
+        """How many numbers all steps have."""
+        return sum(x.size for step in self.truth for x in step.values())
+
+
+def _student(freedom: int, chance: float) -> float:
+    from scipy.special import stdtrit
+
+    return -float(stdtrit(freedom, chance))
+
+
+def unit_of(precision: str) -> float:
+    """Return the relative error of rounding in the dtype that a step computes in."""
+    dtype = {"float32": jnp.float32, "float16": jnp.float16}.get(precision, jnp.bfloat16)
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def measure(run: Run, start: TrainState, batches: Sequence[PyTree], seed: int) -> Reference:
+    """Return the numbers of one device and the errors of rounding around them; `run` is on one device."""
+    unit = unit_of(run.sharded.settings.precision)
+    rng = np.random.default_rng(seed)
+    first = record(run, start, batches)
+    try:
+        truth, missing = _in_float64(run, start, batches), ""
+    except float64.NoFloat64 as error:
+        truth, missing = [], f"{error}"
+    runs = [first, *(record(run, _moved(start, unit, rng), batches) for _ in range(REPLICAS - 1))]
+    steps = range(len(batches))
+    truth = truth or [{key: np.mean([_float(one.steps[n][key]) for one in runs], axis=0) for key in first.steps[n]}
+                      for n in steps]
+    spread = [{key: _root_mean_square([_float(one.steps[n][key]) - truth[n][key] for one in runs])
+               for key in first.steps[n]} for n in steps]
+    return Reference(truth, spread, {key: np.empty(0, x.dtype) for key, x in first.steps[0].items()}, unit, start,
+                     missing)
+
+
+def _root_mean_square(errors: list[np.ndarray]) -> np.ndarray:
+    return np.sqrt(np.mean(np.square(errors), axis=0))
+
+
+def _float(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64)
+
+
+def _moved(start: TrainState, unit: float, rng: np.random.Generator) -> TrainState:
+    """Return the state with parameters that are moved at random by up to a unit of rounding."""
+    def move(x: np.ndarray) -> np.ndarray:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        # Rounding to the nearest would bring back half of them.
+        return (x * (1 + rng.uniform(-2, 2, x.shape) * unit)).astype(x.dtype)
+    return type(start)(start.step, jax.tree.map(move, start.params), start.opt_state, start.skipped, start.loss_scale,
+                       start.extras, start.frozen)
+
+
+def _in_float64(run: Run, start: TrainState, batches: Sequence[PyTree]) -> list[Quantities]:
+    closed, restored = traced(run, start, batches[0])
+    steps, state = [], start
+    with jax.enable_x64(True):
+        function = jax.jit(float64.in_float64(closed))
+        for batch in batches:
+            leaves = jax.device_get(function(*float64.widened(jax.tree.leaves((state, batch)))))
+            state, metrics = restored(leaves)
+            steps.append({key: _float(x) for key, x in quantities(state, metrics).items()})
+    return steps
+
+
+def differences(reference: Reference, got: Record, parts: int, compared: float) -> list[dict[Any, float]]:
+    """Return how far each quantity of a run on a mesh is from the truth, as a multiple of what is allowed."""
+    found = []
+    for n, step in enumerate(got.steps):
+        allowed, truth = reference.tolerance(n, parts, compared), reference.truth[n]
+        found.append({key: _worst(step[key], truth[key], allowed[key]) for key in truth if key in step})
+    return found
+
+
+def _worst(got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> float:
+    if got.shape != want.shape:
+        return float("inf")
+    with np.errstate(invalid="ignore", divide="ignore"):
+        off = np.abs(_float(got) - want)
+        off = np.where((_float(got) == want) | (np.isnan(_float(got)) & np.isnan(want)), 0, off)
+        return float(np.nan_to_num(np.where(off == 0, 0, off / allowed), nan=np.inf, posinf=np.inf).max(initial=0))
