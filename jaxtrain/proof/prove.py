@@ -28,7 +28,7 @@ from jaxtrain.run import certificate, runinfo
 from jaxtrain.train_step.state import TrainState
 
 DEVICES = 8  # of the largest mesh
-_MOST_SHRUNK = 3  # failures of which the smallest layout is looked for
+_MOST_WRONG = 3  # layouts after which no more are drawn; of each the smallest one that shows the error is looked for
 _MOST_TRIES = 12  # layouts that are tried for each
 
 
@@ -192,7 +192,7 @@ def _drawn(trials: _Trials, meshes: int, seed: int, devices: int,
             jax.clear_caches()
         one = done[-1]
         report(f"{'WRONG' if one.finding else 'ok':<6}{one.worst:8.2g}  {one.seconds:4.1f} s  {layout}")
-        if len(done) == meshes:
+        if len(done) == meshes or sum(one.finding is not None for one in done) == _MOST_WRONG:
             break
     if not done:
         raise UserError("meshes", f"none that was drawn can be built, since {last.key}: {last.reason}", last.fix)
@@ -203,7 +203,7 @@ def _shrunk(trials: _Trials, findings: list[Finding], report: Callable[[str], No
     """Return what is wrong on the smallest layouts that show it."""
     smallest: list[Finding] = []
     for finding in sorted(findings, key=lambda one: (one.layout.devices, len(one.layout.keys))):
-        if len(smallest) == _MOST_SHRUNK or any(finding.layout.has(one.layout) for one in smallest):
+        if any(finding.layout.has(one.layout) for one in smallest):
             continue
         tries, left = 0, list(finding.layout.smaller())
         while left and tries < _MOST_TRIES:
@@ -232,7 +232,11 @@ def _certificate(code: str, about: str, name: str, reference: Reference, done: l
         "device_kind": jax.devices()[0].device_kind, "date": datetime.datetime.now(datetime.UTC).isoformat(
             timespec="seconds"),
         "float64": not reference.missing, "false_alarms": FALSE_ALARMS,
-        "worst": float(f"{max(one.worst for one in done):.3g}") if done else 0.0,
-        "layouts": [{"layout": f"{one.layout}", "worst": float(f"{min(one.worst, 1e300):.3g}"), "where": one.where,
+        "worst": _rounded(max(one.worst for one in done)),
+        "layouts": [{"layout": f"{one.layout}", "worst": _rounded(one.worst), "where": one.where,
                      "seconds": round(one.seconds, 1)} for one in done],
     } | more
+
+
+def _rounded(error: float) -> float:
+    return float(f"{min(error, 1e300):.3g}")  # JSON has no infinity

@@ -4,6 +4,7 @@ It lies in a file named by two hashes: that of the code (jaxtrain's, and the mod
 of the part of the config which decides what is computed, without what a proof varies itself, such as the mesh.
 """
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -15,11 +16,13 @@ from typing import Any
 
 from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config.schema import AXES, hash_of
+from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.run import Run, identity
 
 FOLDER = "proofs"
+_FORM = {"code": str, "config": str, "proven": bool, "worst": float, "layouts": [dict]}
 # What does not decide which numbers a step computes from a state and a batch, or what every proof varies; None: all.
 _APART: dict[str, set[str] | None] = {
     "checkpoint": None, "resilience": None, "observe": None, "evaluation": None, "pipeline": None,
@@ -60,28 +63,38 @@ def write(certificate: JsonObject, folder: str | Path) -> Path:
 def found(run: Run, folder: str | Path = FOLDER) -> JsonObject | None:
     """Return the certificate of a run's code and config; None: there is none in the folder."""
     path = Path(folder) / name_of(*hashes_of(run))
-    form = {"code": str, "config": str, "proven": bool, "worst": (int, float), "layouts": [dict]}
-    if not path.exists():
-        return None
-    return bounded_files.user_json(path, form, "--require_proof", "run jaxtrain prove again")
+    return bounded_files.user_json(path, _FORM, "--require_proof", "run jaxtrain prove again") if path.exists() else None
 
 
-def required(run: Run, folder: str | Path = FOLDER) -> JsonObject:
-    """Return the certificate of a run's code and config, or refuse the run in one sentence."""
-    certificate = found(run, folder)
+def for_run(run: Run, required: str | Path = "") -> JsonObject:
+    """Return what run.json says of a run's certificate, by "proof"; nothing, if there is none. Every process calls it.
+
+    `required`: the folder that must have one, or the run is refused; "": a run without one is trained as well.
+    """
+    return exchange(None, lambda _: _in_this_process(run, required))
+
+
+def _in_this_process(run: Run, required: str | Path) -> JsonObject:
+    if not required:
+        with contextlib.suppress(UserError):  # a damaged one is none
+            if (certificate := found(run)) and certificate["proven"]:
+                return {"proof": summary(certificate)}
+        return {}
+    certificate = found(run, required)
     if certificate is None:
-        others = len(list(Path(folder).glob("*.json"))) if Path(folder).is_dir() else 0
-        raise UserError("--require_proof", f"{folder} has no certificate of this code and config"
-                        f"{f' ({others} of others)' if others else ''}", "run jaxtrain prove with the same config first")
+        there = len(list(Path(required).glob("*.json")))
+        raise UserError("--require_proof", f"{required} has no certificate of this code and config"
+                        f"{f', only {there} of others' if there else ''}", "run jaxtrain prove with the same config, or "
+                        "train without the flag")
     if not certificate["proven"]:
-        raise UserError("--require_proof", f"this code and config were refuted: {certificate.get('failure', '')}"[:300],
+        raise UserError("--require_proof", f"this code and config were refuted: {certificate.get('failure', '')}",
                         "correct that, and run jaxtrain prove again")
-    return certificate
+    return {"proof": summary(certificate)}
 
 
 def summary(certificate: JsonObject) -> JsonObject:
     """Return what run.json says of a certificate."""
-    kept = ("code", "config", "proven", "worst", "steps", "versions", "precision", "date")
+    kept = ("code", "config", "worst", "steps", "precision", "date")
     return {key: certificate[key] for key in kept if key in certificate} | {"layouts": len(certificate["layouts"])}
 
 
