@@ -10,7 +10,7 @@ its norm, the clipping and the update with a run on one device. Writes a certifi
 
 from jaxtrain.commands.flags import Parser, add_config, add_json, command, need_config, overrides_of, parser_of
 from jaxtrain.errors import UserError, say, tell
-from jaxtrain.proof.devices import use_virtual_devices
+from jaxtrain.proof.virtual_devices import use_virtual_devices
 
 
 def parser() -> Parser:

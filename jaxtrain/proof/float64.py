@@ -12,8 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxtrain.base.annotations import PyTree
+
+Values = jax.Array | list[jax.Array]
+Rule = Callable[..., Values]  # an equation of a jaxpr and its arguments -> its results
 
 
 class NoFloat64(Exception):
@@ -35,25 +39,29 @@ def widened(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: np.asarray(x, _wide(np.asarray(x).dtype)), tree)
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> np.dtype:
     """Return float64 for a dtype of 16 or 32 floating-point bits; narrower ones stay, which are stored numbers."""
     dtype = np.dtype(dtype)
     return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4) else dtype
 
 
-def _widen(x: Any) -> jax.Array:
+def _widen(x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # keys of random numbers
         return x
     return x.astype(_wide(x.dtype))
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _dtype(atom: core.Var | core.Literal) -> np.dtype:
+    return getattr(atom.aval, "dtype")  # noqa: B009 (of an array, as all are here)
+
+
+def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[ArrayLike], args: Sequence[jax.Array]) -> list[jax.Array]:
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_widen, consts), strict=True))
     known |= zip(jaxpr.invars, args, strict=True)
 
-    def read(atom: Any) -> Any:
-        return _widen(np.asarray(atom.val, atom.aval.dtype)) if isinstance(atom, core.Literal) else known[atom]
+    def read(atom: core.Var | core.Literal) -> jax.Array:
+        return _widen(np.asarray(atom.val, _dtype(atom))) if isinstance(atom, core.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
         rule = _RULES.get(eqn.primitive.name, _again)
@@ -62,7 +70,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _again(eqn: Any, *args: Any) -> Any:
+def _again(eqn: core.JaxprEqn, *args: jax.Array) -> Values:
     """Bind a primitive that is defined for any floating-point dtype."""
     if any(isinstance(value, core.Jaxpr | core.ClosedJaxpr) for value in eqn.params.values()) or (
             eqn.primitive.name in _OF_A_DEVICE):
@@ -70,23 +78,23 @@ def _again(eqn: Any, *args: Any) -> Any:
     return eqn.primitive.bind(*args, **{key: _param(value) for key, value in eqn.params.items()})
 
 
-def _param(value: Any) -> Any:
+def _param(value: object) -> object:
     if isinstance(value, jax.sharding.Sharding):
         return None
     return _wide(value) if isinstance(value, np.dtype) else value
 
 
-def _inner(eqn: Any, *args: Any) -> list[Any]:
+def _inner(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     """Evaluate what a primitive calls, such as a compiled function."""
     inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
     return _evaluate(*((inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())), args)
 
 
-def _closed(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
+def _closed(closed: core.ClosedJaxpr) -> Callable[..., list[jax.Array]]:
     return lambda *args: _evaluate(closed.jaxpr, closed.consts, args)
 
 
-def _scan(eqn: Any, *args: Any) -> list[Any]:
+def _scan(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     p = eqn.params
     consts, rest = args[:p["num_consts"]], args[p["num_consts"]:]
     first, xs = rest[:p["num_carry"]], rest[p["num_carry"]:]
@@ -99,7 +107,7 @@ def _scan(eqn: Any, *args: Any) -> list[Any]:
     return [*last, *ys]
 
 
-def _while(eqn: Any, *args: Any) -> list[Any]:
+def _while(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     p = eqn.params
     conds, bodies = p["cond_nconsts"], p["body_nconsts"]
     of_cond, of_body, first = args[:conds], args[conds:conds + bodies], args[conds + bodies:]
@@ -107,49 +115,49 @@ def _while(eqn: Any, *args: Any) -> list[Any]:
                           lambda carry: _closed(p["body_jaxpr"])(*of_body, *carry), list(first))
 
 
-def _cond(eqn: Any, index: Any, *args: Any) -> list[Any]:
+def _cond(eqn: core.JaxprEqn, index: jax.Array, *args: jax.Array) -> list[jax.Array]:
     return lax.switch(index, [_closed(branch) for branch in eqn.params["branches"]], *args)
 
 
-def _scatter(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Any:
+def _scatter(operation: Callable[..., jax.Array]) -> Rule:
+    def scatter(eqn: core.JaxprEqn, operand: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
         p = eqn.params
         return operation(operand, indices, updates, p["dimension_numbers"], unique_indices=p["unique_indices"],
                          indices_are_sorted=p["indices_are_sorted"], mode=p["mode"])
     return scatter
 
 
-def _bits(eqn: Any, x: Any) -> Any:
+def _bits(eqn: core.JaxprEqn, x: jax.Array) -> jax.Array:
     """Reinterpret the bits that the number had; the result, if it is a number, goes on in float64."""
-    return _widen(eqn.primitive.bind(x.astype(eqn.invars[0].aval.dtype), **eqn.params))
+    return _widen(eqn.primitive.bind(x.astype(_dtype(eqn.invars[0])), **eqn.params))
 
 
-def _same(eqn: Any, *args: Any) -> list[Any]:
+def _same(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     return list(args)
 
 
-def _permute(eqn: Any, *args: Any) -> list[Any]:
+def _permute(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     return list(args) if eqn.params["perm"] else [jnp.zeros_like(x) for x in args]
 
 
-def _gathered(eqn: Any, *args: Any) -> list[Any]:
+def _gathered(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     where = eqn.params["all_gather_dimension"]
     return list(args) if eqn.params["tiled"] else [jnp.expand_dims(x, where) for x in args]
 
 
-def _scattered(eqn: Any, *args: Any) -> list[Any]:
+def _scattered(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     where = eqn.params["scatter_dimension"]
     return list(args) if eqn.params["tiled"] else [jnp.squeeze(x, where) for x in args]
 
 
-def _exchanged(eqn: Any, *args: Any) -> list[Any]:
+def _exchanged(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     p = eqn.params
     return list(args) if p["tiled"] else [jnp.expand_dims(jnp.squeeze(x, p["split_axis"]), p["concat_axis"])
                                           for x in args]
 
 
 _OF_A_DEVICE = {"pallas_call", "ffi_call", "pure_callback", "io_callback", "custom_partitioning", "cudnn_fusion"}
-_RULES: dict[str, Callable[..., Any]] = {
+_RULES: dict[str, Rule] = {
     **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint", "custom_jvp_call",
                      "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map"), _inner),
     # One device: whatever is summed, moved or laid out over mesh axes stays as it is.

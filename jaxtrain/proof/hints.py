@@ -3,12 +3,11 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
-from jaxtrain.proof.layouts import Layout
+from jaxtrain.proof.drawn_layouts import Layout
 from jaxtrain.proof.trial import GRADIENT, Quantities, named
 from jaxtrain.run import Run
 
@@ -55,7 +54,7 @@ def of_layout(layout: Layout) -> str:
     return "; ".join(reasons) or "the numbers differ"
 
 
-def of_array(got: np.ndarray, want: np.ndarray, sharding: Any, layout: Layout) -> str:
+def of_array(got: np.ndarray, want: np.ndarray, sharding: Sharding | None, layout: Layout) -> str:
     """Return what an array that is off says, which is laid out so."""
     if not np.isfinite(np.asarray(got, np.float64)).all() and np.isfinite(want).all():
         return f"it is not finite; {of_layout(layout)}"
@@ -71,11 +70,11 @@ def of_factor(factor: float, layout: Layout) -> str:
         return f"it is zero: nothing of it arrives{over(layout)}"
     for size, names in _products(layout):
         if abs(factor / size - 1) < _CLOSE:
-            return (f"{factor:.4g} times what it should be, which is the size of {names}: summed over it once too often "
-                    "(a psum of what is whole already), or counted once on each of its devices")
+            return (f"{factor:.4g} times what it should be, which is the size of {names}: summed over it once too "
+                    "often (a psum of what is whole already), or counted once on each of its devices")
         if abs(factor * size - 1) < _CLOSE:
-            return (f"1/{size} of what it should be, which is the size of {names}: not summed over it (a missing psum), "
-                    "or divided by its size once too often")
+            return (f"1/{size} of what it should be, which is the size of {names}: not summed over it (a missing "
+                    "psum), or divided by its size once too often")
     return f"{factor:.4g} times what it should be; {of_layout(layout)}"
 
 
@@ -141,7 +140,7 @@ def _how_far(got: np.ndarray, want: np.ndarray) -> str:
     return f"off by {off / scale:.2g} of its largest element" if scale else f"off by {off:.2g} where it should be zero"
 
 
-def _of_shards(got: np.ndarray, want: np.ndarray, sharding: Any, layout: Layout) -> str:
+def _of_shards(got: np.ndarray, want: np.ndarray, sharding: Sharding | None, layout: Layout) -> str:
     """Return which shards over an axis are wrong, if others are right, or if each has a factor of its own."""
     if not isinstance(sharding, NamedSharding):
         return ""
@@ -175,7 +174,7 @@ def _blocks(x: np.ndarray, sharding: NamedSharding, axis: str) -> Iterator[tuple
             return
 
 
-def _axes_of(sharding: Any) -> set[str]:
+def _axes_of(sharding: Sharding | None) -> set[str]:
     return {name for entry in getattr(sharding, "spec", ()) for name in (
         (entry,) if isinstance(entry, str) else entry or ())}
 

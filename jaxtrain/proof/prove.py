@@ -14,16 +14,16 @@ import jax
 import numpy as np
 
 from jaxtrain.base import arguments
-from jaxtrain.base.annotations import JsonObject
+from jaxtrain.base.annotations import JsonMapping, JsonObject, PyTree
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.observe.versions import git_commit, version_of
 from jaxtrain.plan.estimate import change
-from jaxtrain.proof import layouts, proof_size
-from jaxtrain.proof.findings import Comparison, Finding, compare
-from jaxtrain.proof.layouts import Layout
+from jaxtrain.proof import drawn_layouts, proof_size
+from jaxtrain.proof.drawn_layouts import Layout
 from jaxtrain.proof.reference import FALSE_ALARMS, Reference, measure
 from jaxtrain.proof.trial import NORM, Quantity, Subject, named, record, start_of
+from jaxtrain.proof.wrong_quantities import Comparison, Finding, compare
 from jaxtrain.run import certificate, runinfo
 from jaxtrain.train_step.state import TrainState
 
@@ -65,7 +65,7 @@ class Proof:
 
 def prove(config: Config, *, meshes: int = 20, steps: int = 3, seed: int = 0, precision: str = "float32",
           output: str | Path | None = None, report: Callable[[str], None] = lambda text: None,
-          config_name: str = "", **parts: Any) -> Proof:
+          config_name: str = "", **parts: object) -> Proof:
     """Prove that a run gives on meshes drawn at random the numbers of one device, or show where it does not.
 
     Compared are the loss, the gradient of every parameter, its norm, the clipping, the update, the optimizer's state
@@ -109,7 +109,7 @@ class _Trials:
 
     subject: Subject
     start: TrainState
-    batches: Sequence[Any]
+    batches: Sequence[PyTree]
     reference: Reference
     compared: float
     known: dict[str, Comparison] = field(default_factory=dict)
@@ -136,7 +136,7 @@ def _off(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(got - want).max(initial=0) / (np.abs(want).max(initial=0) * 8 * 2**-24 or 1e-30))
 
 
-def _check(config: Config, meshes: int, steps: int, seed: int, parts: dict[str, Any]) -> None:
+def _check(config: Config, meshes: int, steps: int, seed: int, parts: JsonMapping) -> None:
     arguments.is_config(config)
     arguments.is_seed("seed", seed)
     for name, number in (("meshes", meshes), ("steps", steps)):
@@ -155,7 +155,7 @@ def _check(config: Config, meshes: int, steps: int, seed: int, parts: dict[str, 
                         "without it")
 
 
-def _reference(subject: Subject, steps: int, seed: int) -> tuple[TrainState, list[Any], Reference, Subject]:
+def _reference(subject: Subject, steps: int, seed: int) -> tuple[TrainState, list[PyTree], Reference, Subject]:
     """Return the initial state, the batches and the numbers of one device; the norm is above the limit of clipping."""
     one = subject.build(Layout())
     start = start_of(one)
@@ -176,17 +176,17 @@ def _drawn(trials: _Trials, meshes: int, seed: int, devices: int,
     config, rng = trials.subject.config, random.Random(seed)
     how = dict(own=trials.subject.own, fixed_accumulation=bool(trials.subject.parts.get("with_key")))
     done: list[Comparison] = []
-    seen, refused = set(), 0
+    seen: set[str] = set()
+    refusals: list[UserError] = []
     for n in range(30 * meshes):
-        layout = layouts.draw(rng, config, devices, **how) if n else layouts.of_config(config, devices, **how)
+        layout = (drawn_layouts.draw if n else drawn_layouts.of_config)(rng, config, devices, **how)
         if f"{layout}" in seen:
             continue
         seen.add(f"{layout}")
         try:
             done.append(trials.run(layout))
         except UserError as refusal:
-            refused += 1
-            last = refusal
+            refusals.append(refusal)
             continue
         finally:
             jax.clear_caches()
@@ -195,14 +195,16 @@ def _drawn(trials: _Trials, meshes: int, seed: int, devices: int,
         if len(done) == meshes or sum(one.finding is not None for one in done) == _MOST_WRONG:
             break
     if not done:
-        raise UserError("meshes", f"none that was drawn can be built, since {last.key}: {last.reason}", last.fix)
-    return done, refused
+        why = refusals[-1]
+        raise UserError("meshes", f"none that was drawn can be built, since {why.key}: {why.reason}", why.fix)
+    return done, len(refusals)
 
 
 def _shrunk(trials: _Trials, findings: list[Finding], report: Callable[[str], None]) -> list[Finding]:
     """Return what is wrong on the smallest layouts that show it."""
     smallest: list[Finding] = []
-    for finding in sorted(findings, key=lambda one: (one.layout.devices, len(one.layout.keys))):
+    for first in sorted(findings, key=lambda one: (one.layout.devices, len(one.layout.keys))):
+        finding = first
         if any(finding.layout.has(one.layout) for one in smallest):
             continue
         tries, left = 0, list(finding.layout.smaller())

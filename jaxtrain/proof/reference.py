@@ -20,7 +20,6 @@ largest element of the array.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ import numpy as np
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.proof import float64
-from jaxtrain.proof.trial import Quantities, Record, quantities, record, traced
+from jaxtrain.proof.trial import Quantities, Quantity, Record, quantities, record, traced
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 
@@ -47,7 +46,7 @@ class Reference:
     start: TrainState
     missing: str = ""  # the operation for which there is no float64; then the mean of all runs takes its place
 
-    def tolerance(self, step: int, parts: int, compared: float) -> dict[Any, np.ndarray]:
+    def tolerance(self, step: int, parts: int, compared: float) -> Quantities:
         """Return how far each element may be from the truth.
 
         Args:
@@ -59,7 +58,7 @@ class Reference:
         return {key: self._of(self.truth[step][key], s, self.dtypes[key].dtype, t, parts)
                 for key, s in self.spread[step].items()}
 
-    def _of(self, truth: np.ndarray, s: np.ndarray, dtype: Any, t: float, parts: int) -> np.ndarray:
+    def _of(self, truth: np.ndarray, s: np.ndarray, dtype: np.dtype, t: float, parts: int) -> np.ndarray:
         if not jnp.issubdtype(dtype, jnp.floating):  # exact, except for codes of rounded numbers
             return np.full(s.shape, 2 * s.max(initial=0))
         size = np.abs(truth)
@@ -70,7 +69,7 @@ class Reference:
 
     @property
     def size(self) -> int:
-        """How many numbers all steps have."""
+        """The number of numbers that all steps have."""
         return sum(x.size for step in self.truth for x in step.values())
 
 
@@ -136,7 +135,7 @@ def _in_float64(run: Run, start: TrainState, batches: Sequence[PyTree]) -> list[
     return steps
 
 
-def differences(reference: Reference, got: Record, parts: int, compared: float) -> list[dict[Any, float]]:
+def differences(reference: Reference, got: Record, parts: int, compared: float) -> list[dict[Quantity, float]]:
     """Return how far each quantity of a run on a mesh is from the truth, as a multiple of what is allowed."""
     found = []
     for n, step in enumerate(got.steps):

@@ -1,18 +1,19 @@
 """A run that is to be proven, built again for each layout, and what a few of its steps compute."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from jaxtrain import api
-from jaxtrain.base.annotations import PyTree
+from jaxtrain.base.annotations import AnyArray, JsonMapping, PyTree
 from jaxtrain.config.schema import Config
 from jaxtrain.plan.estimate import change
-from jaxtrain.proof.layouts import Layout
+from jaxtrain.proof.drawn_layouts import Layout
 from jaxtrain.run import Extension, Run
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.state import TrainState
@@ -56,7 +57,7 @@ class Subject:
     """All that a run is built from, so that it can be built on other meshes."""
 
     config: Config
-    parts: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `jt.build`
+    parts: JsonMapping = field(default_factory=dict)  # further arguments of `jt.build`
 
     @property
     def own(self) -> bool:
@@ -69,7 +70,7 @@ class Subject:
         parts["extensions"] = [*parts.get("extensions", ()), _Seen()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of layouts that waste devices
-            return api.build(change(self.config, layout.applied(self.config)), devices=jax.devices()[:layout.devices],
+            return api.build(change(self.config, layout.applied()), devices=jax.devices()[:layout.devices],
                              **parts)
 
 
@@ -107,7 +108,7 @@ def record(run: Run, start: TrainState, batches: Sequence[PyTree]) -> Record:
     return Record(steps, torn)
 
 
-def quantities(state: TrainState, metrics: Mapping[str, Any]) -> Quantities:
+def quantities(state: TrainState, metrics: JsonMapping) -> Quantities:
     """Return by name what a step has computed."""
     found: Quantities = {Quantity(LOSS): np.asarray(metrics["loss"]), Quantity(NORM): np.asarray(metrics["grad_norm"])}
     for kind, tree in ((GRADIENT, metrics[_GRADIENT]), (OPTIMIZER, state.opt_state), (UPDATE, state.params),
@@ -118,7 +119,7 @@ def quantities(state: TrainState, metrics: Mapping[str, Any]) -> Quantities:
     return found | {Quantity(METRIC, name): np.asarray(leaf) for name, leaf in named(others)}
 
 
-def named(tree: PyTree) -> list[tuple[str, Any]]:
+def named(tree: PyTree) -> list[tuple[str, AnyArray]]:
     """Return the leaves of a tree with their paths."""
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
@@ -136,7 +137,7 @@ def torn_leaves(state: TrainState) -> list[str]:
     return [name for name, leaf in named(state) if isinstance(leaf, jax.Array) and is_torn(leaf)]
 
 
-def traced(run: Run, start: TrainState, batch: PyTree) -> tuple[Any, Callable[[Sequence[Any]], Any]]:
+def traced(run: Run, start: TrainState, batch: PyTree) -> tuple[ClosedJaxpr, Callable[[Sequence[AnyArray]], PyTree]]:
     """Return the step as a jaxpr, and what makes a state and metrics of its results."""
     with run.sharded.context():
         closed, shapes = jax.make_jaxpr(run.sharded.make(), return_shape=True)(

@@ -9,10 +9,9 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config.schema import AXES, hash_of
@@ -38,9 +37,9 @@ _APART: dict[str, set[str] | None] = {
 
 def hashes_of(run: Run) -> tuple[str, str]:
     """Return the hash of the code that a run consists of, and that of its config."""
-    return _code_hash(_parts_of(run)), hash_of({
-        section: {key: value for key, value in keys.items() if key not in (_APART.get(section) or ())}
-        for section, keys in identity.settings(run).items() if _APART.get(section, ()) is not None})
+    decides = {section: {key: value for key, value in keys.items() if key not in (_APART.get(section) or ())}
+               for section, keys in identity.settings(run).items() if _APART.get(section, ()) is not None}
+    return _code_hash(_parts_of(run)), hash_of(decides)
 
 
 def name_of(code: str, config: str) -> str:
@@ -63,7 +62,9 @@ def write(certificate: JsonObject, folder: str | Path) -> Path:
 def found(run: Run, folder: str | Path = FOLDER) -> JsonObject | None:
     """Return the certificate of a run's code and config; None: there is none in the folder."""
     path = Path(folder) / name_of(*hashes_of(run))
-    return bounded_files.user_json(path, _FORM, "--require_proof", "run jaxtrain prove again") if path.exists() else None
+    if not path.exists():
+        return None
+    return bounded_files.user_json(path, _FORM, "--require_proof", "run jaxtrain prove again")
 
 
 def for_run(run: Run, required: str | Path = "") -> JsonObject:
@@ -84,8 +85,8 @@ def _in_this_process(run: Run, required: str | Path) -> JsonObject:
     if certificate is None:
         there = len(list(Path(required).glob("*.json")))
         raise UserError("--require_proof", f"{required} has no certificate of this code and config"
-                        f"{f', only {there} of others' if there else ''}", "run jaxtrain prove with the same config, or "
-                        "train without the flag")
+                        f"{f', only {there} of others' if there else ''}",
+                        "run jaxtrain prove with the same config, or train without the flag")
     if not certificate["proven"]:
         raise UserError("--require_proof", f"this code and config were refuted: {certificate.get('failure', '')}",
                         "correct that, and run jaxtrain prove again")
@@ -107,12 +108,12 @@ def in_words(proof: JsonObject) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- the code
-def _parts_of(run: Run) -> list[Any]:
+def _parts_of(run: Run) -> list[object]:
     own = [] if run.own is None else [run.own.train_step.own.function, run.own.initial]
     return [*own, run.objective, run.sharded.settings.optimizer.update, *run.extensions, *run.config.plug_ins.values()]
 
 
-def _code_hash(parts: Iterable[Any]) -> str:
+def _code_hash(parts: Sequence[object]) -> str:
     """Return the hash of jaxtrain's code, and of the modules that hold these parts and what they import of the user's.
     """
     root = Path(__file__).parents[1]
@@ -122,7 +123,7 @@ def _code_hash(parts: Iterable[Any]) -> str:
     return hashlib.sha256("\n".join([*contents, "", *own]).encode()).hexdigest()[:16]
 
 
-def _own_sources(parts: Iterable[Any]) -> Iterator[str]:
+def _own_sources(parts: Sequence[object]) -> Iterator[str]:
     """Yield the source of the user's modules that parts come from; of a notebook, that of the part itself."""
     left = [sys.modules[name] for part in parts if (name := _module_of(part)) in sys.modules]
     seen: set[str] = set()
@@ -145,7 +146,7 @@ def _own_sources(parts: Iterable[Any]) -> Iterator[str]:
                 yield f"{part!r}"
 
 
-def _module_of(part: Any) -> str:
+def _module_of(part: object) -> str:
     part = inspect.unwrap(part) if inspect.isroutine(part) else part
     while hasattr(part, "func"):  # functools.partial
         part = part.func

@@ -6,8 +6,8 @@ Both `jaxtrain prove` and tests/composition/fuzz.py draw from here.
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from jaxtrain.base.annotations import Json, JsonMapping, JsonObject
 from jaxtrain.config.schema import AXES, Config, MeshConfig
 
 # The values of each key, the usual one first: it is drawn half of the time.
@@ -20,7 +20,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
 ZERO_STAGES = (0, 0, 1, 2, 3)
 
 
-def often(rng: random.Random, usual: Any, *others: Any) -> Any:
+def often(rng: random.Random, usual: Json, *others: Json) -> Json:
     """Return the usual value half of the time."""
     return usual if rng.random() < 0.5 else rng.choice(others)
 
@@ -39,7 +39,7 @@ def mesh_sizes(rng: random.Random, devices: int, axes: tuple[str, ...] = AXES) -
 class Layout:
     """A mesh, and how the step on it is made: keys of a config with their values, those that differ from one device."""
 
-    keys: Mapping[str, Any] = field(default_factory=dict)
+    keys: JsonMapping = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -55,7 +55,7 @@ class Layout:
         return product
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The keys that are not sizes of axes."""
         return {key: value for key, value in self.keys.items() if key.removeprefix("mesh.") not in AXES}
 
@@ -66,8 +66,8 @@ class Layout:
     def __hash__(self) -> int:
         return hash(str(self))
 
-    def applied(self, config: Config) -> dict[str, Any]:
-        """Return the overrides of a config that give this layout, of which one without keys is one device."""
+    def applied(self) -> JsonObject:
+        """Return the keys of a config that give this layout; one without keys is one device."""
         return {f"mesh.{axis}": 1 for axis in AXES} | {"mesh.auto": False, "mesh.hsdp": False} | ONE_DEVICE | dict(
             self.keys)
 
@@ -102,15 +102,15 @@ class Layout:
 ONE_DEVICE = {"train.accumulation": 1, "optimizer.zero_stage": 0}  # what the run that all are compared with has
 
 
-def of_config(config: Config, devices: int, *, own: bool, fixed_accumulation: bool) -> Layout:
-    """Return the config's own layout, its axes halved until so many devices are enough."""
+def of_config(rng: random.Random, config: Config, devices: int, *, own: bool, fixed_accumulation: bool) -> Layout:
+    """Return the config's own layout, its axes halved until so many devices are enough; nothing is drawn."""
     sizes = {axis: size for axis in AXES if (size := getattr(config.mesh, axis)) > 1}
     sizes = {axis: 2 ** min(size.bit_length() - 1, 3) for axis, size in sizes.items()}
     while sizes and Layout({f"mesh.{axis}": size for axis, size in sizes.items()}).devices > devices:
         axis = max(sizes, key=lambda axis: sizes[axis])
         sizes[axis] //= 2
     sizes = {axis: size for axis, size in sizes.items() if size > 1} or {"data": 2}
-    keys: dict[str, Any] = {f"mesh.{axis}": size for axis, size in sizes.items()}
+    keys: JsonObject = {f"mesh.{axis}": size for axis, size in sizes.items()}
     if config.optimizer.zero_stage:
         keys["optimizer.zero_stage"] = config.optimizer.zero_stage
     if config.train.accumulation > 1 and not fixed_accumulation:
@@ -118,7 +118,7 @@ def of_config(config: Config, devices: int, *, own: bool, fixed_accumulation: bo
     return Layout(keys if own else keys | _own_strategy(config.mesh, sizes))
 
 
-def _own_strategy(mesh: MeshConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
+def _own_strategy(mesh: MeshConfig, sizes: Mapping[str, int]) -> JsonObject:
     chosen = "context" in sizes and mesh.context_strategy != "auto"
     return {"mesh.context_strategy": mesh.context_strategy} if chosen else {}
 
@@ -133,8 +133,8 @@ def draw(rng: random.Random, config: Config, devices: int, *, own: bool, fixed_a
     many = often(rng, devices, *(2 ** n for n in range(1, devices.bit_length())))
     axes = tuple(axis for axis in AXES if axis != "stage") if own else AXES
     sizes = mesh_sizes(rng, many, axes)
-    keys: dict[str, Any] = {f"mesh.{axis}": size for axis, size in sizes.items() if size > 1}
-    drawn: dict[str, Any] = {"optimizer.zero_stage": rng.choice(ZERO_STAGES)}
+    keys: JsonObject = {f"mesh.{axis}": size for axis, size in sizes.items() if size > 1}
+    drawn: JsonObject = {"optimizer.zero_stage": rng.choice(ZERO_STAGES)}
     if not fixed_accumulation:
         drawn["train.accumulation"] = often(rng, *ACCUMULATION)
     if not own:
@@ -153,7 +153,7 @@ def draw(rng: random.Random, config: Config, devices: int, *, own: bool, fixed_a
     return Layout(keys | {key: value for key, value in drawn.items() if value != value_in(config, key)})
 
 
-def value_in(config: Config, key: str) -> Any:
+def value_in(config: Config, key: str) -> Json:
     """Return what a key is on one device: what `ONE_DEVICE` says, or the config."""
     section, _, name = key.partition(".")
     return ONE_DEVICE[key] if key in ONE_DEVICE else getattr(getattr(config, section), name)

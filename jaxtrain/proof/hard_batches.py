@@ -1,7 +1,6 @@
 """Batches of random numbers that are hard on purpose: rows of unequal weight, padding, several documents in a row."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +42,7 @@ def batch_of(spec: Mapping[str, Array], step: int, rows: int, seq: int, vocab: i
             for name, array in spec.items()}
 
 
-def _random(rng: np.random.Generator, name: str, array: Array, shape: tuple[int, ...]) -> Any:
+def _random(rng: np.random.Generator, name: str, array: Array, shape: tuple[int, ...]) -> np.ndarray:
     if jnp.issubdtype(array.dtype, jnp.floating):
         numbers = rng.choice([0, 0.5, 1, 2], size=shape) if name.endswith("weights") else 0.5 * rng.normal(size=shape)
         return numbers.astype(array.dtype)

@@ -1,4 +1,4 @@
-"""What is wrong on a layout: which quantity first, in which parameter, and what the numbers say of the cause."""
+"""The first wrong quantity of a layout: its kind, the parameter, and what the numbers say of the cause."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.proof import hints
-from jaxtrain.proof.layouts import Layout
+from jaxtrain.proof.drawn_layouts import Layout
 from jaxtrain.proof.reference import Reference, differences
 from jaxtrain.proof.trial import (
     EXTRA,
@@ -94,12 +94,15 @@ def _first(reference: Reference, got: Record, n: int, errors: dict[Quantity, flo
     keys = sorted((key for key in wrong if key.kind == kind), key=lambda key: -wrong[key])
     first, others = keys[0], tuple(key.name for key in keys[1:])
     told = _told(kind, first, truth, seen, layout, run)
+    right = tuple(key.name for key in errors if key.kind == kind and key not in wrong)
+    if kind == GRADIENT and right:
+        told += f"; right are those of {_list(right)}"
     if kind in (OPTIMIZER, UPDATE) and n == 0 and run.sharded.settings.clip_norm and (
             factor := _common_factor(truth, seen, reference, keys)):
         told = hints.of_clip(factor, run, truth, layout)
         kind, others = CLIP, ()
     if torn:
-        told += f"; copies of {torn[0]} on several devices differ"
+        told += f"; copies of {torn[0]} on several devices differ, as they do behind a missing psum"
     return Finding(layout, n + 1, kind, first.name, wrong[first], told, others)
 
 
