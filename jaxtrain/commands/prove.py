@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     use_virtual_devices(8)  # before anything starts JAX
     import json
 
+    from jaxtrain import compile_cache
     from jaxtrain.config.load import load_config
     from jaxtrain.config.schema import PRECISIONS
     from jaxtrain.errors import nearest
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if flags.precision not in PRECISIONS:
         raise UserError("--precision", f"{flags.precision} is not a precision", nearest(flags.precision, PRECISIONS))
+    compile_cache.enable_compilation_cache()
     proof = prove(load_config(flags.config, overrides), meshes=flags.meshes, steps=flags.steps, seed=flags.seed,
                   precision=flags.precision, output=flags.output, report=say, config_name=flags.config)
     tell(json.dumps(proof.certificate) if flags.json else f"{proof}\n{proof.path}")
