@@ -1,10 +1,10 @@
-"""Prove that a config gives the numbers of one device on any mesh, or show where it does not.
+"""Prove that a config gives the numbers of one device on any mesh.
 
     jaxtrain prove configs/gpt.py:tiny
-    jaxtrain prove configs/moe.py --meshes=60 --steps=5 --config.optimizer.name=muon
+    jaxtrain prove configs/gpt.py:tiny --meshes=60 --steps=5 --config.optimizer.name=muon
 
 Runs a few steps on meshes of eight virtual CPU devices that are drawn at random, and compares the loss, every gradient,
-its norm, the clipping and the update with a run on one device. Writes a certificate, which `jaxtrain train
+its norm, the clipping and the update with a run on one device. What is wrong is shown on the smallest mesh. Writes a certificate, which `jaxtrain train
 --require_proof` asks for. Exit status 0: proven; 1: a layout has other numbers; 2: the command line is wrong.
 """
 

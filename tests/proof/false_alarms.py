@@ -2,8 +2,8 @@
 
     python -m tests.proof.false_alarms --proofs=20 --meshes=10
 
-draws families, optimizers, frozen parameters, adapters, averages, dropout of adapters, z-loss, packing across documents,
-and proves each config on so many layouts. Prints a line of JSON for each, and exits with 1 if one is refuted.
+draws families, optimizers, frozen parameters, adapters, averages, noise and z-loss, and proves each config on so many
+layouts. Prints a line of JSON for each, and exits with 1 if one is refuted.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def check(family: str, keys: dict[str, Any], meshes: int, seed: int) -> dict[str, Any]:
-    """What the proof of a config says."""
+    """Return what the proof of a config says."""
     import jaxtrain as jt
     from tests.numerics import reference
 

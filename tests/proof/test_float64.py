@@ -9,7 +9,7 @@ from jaxtrain.proof import float64
 
 
 def both(function, *args):
-    """What a function returns in float32, and its jaxpr in float64."""
+    """Return the result of a function in float32, and of its jaxpr in float64."""
     closed = jax.make_jaxpr(function)(*args)
     with jax.enable_x64(True):
         (wide,) = jax.device_get(jax.jit(float64.in_float64(closed))(*float64.widened(args)))

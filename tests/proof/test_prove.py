@@ -49,7 +49,7 @@ def test_a_gradient_that_is_summed_twice_is_named_on_the_smallest_mesh(monkeypat
 
 @pytest.mark.slow
 def test_a_correct_module_is_proven_and_its_certificate_is_found_again(monkeypatch, tmp_path):
-    """That of the same code and config, whatever the mesh; a build with another clipping has none."""
+    """The mesh does not matter to it; a build with another clipping has none."""
     from jaxtrain.run import certificate
 
     proof = of_example("", monkeypatch, output=tmp_path)

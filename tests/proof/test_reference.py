@@ -20,7 +20,7 @@ def measured(errors, truth):
 
 
 def worst(found, **changed):
-    """How far a run is off whose quantities are exact but for these."""
+    """Return the errors of a run whose quantities are exact but for these."""
     step = {key: np.asarray(changed.get(key.kind.partition(" ")[0], x)) for key, x in found.truth[0].items()}
     return reference.differences(found, Record([step], [[]]), 8, COMPARED)[0]
 
