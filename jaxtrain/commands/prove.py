@@ -4,8 +4,9 @@
     jaxtrain prove configs/gpt.py:tiny --meshes=60 --steps=5 --config.optimizer.name=muon
 
 Runs a few steps on meshes of eight virtual CPU devices that are drawn at random, and compares the loss, every gradient,
-its norm, the clipping and the update with a run on one device. What is wrong is shown on the smallest mesh. Writes a certificate, which `jaxtrain train
---require_proof` asks for. Exit status 0: proven; 1: a layout has other numbers; 2: the command line is wrong.
+its norm, the clipping and the update with a run on one device. The first wrong one is shown on the smallest mesh that
+has it. Writes a certificate, which `jaxtrain train --require_proof` asks for. Exit status 0: proven; 1: a layout has
+other numbers; 2: the command line is wrong.
 """
 
 from jaxtrain.commands.flags import Parser, add_config, add_json, command, need_config, overrides_of, parser_of
