@@ -23,10 +23,10 @@ _FEW_LAYERS = 6  # that are compiled apart from each other; of more, only a scan
 def of(config: Config, parts: JsonMapping, precision: str) -> tuple[Subject, JsonObject]:
     """Return what is proven in place of a config of any size, and the keys that were changed for it."""
     own = parts.get("model") is not None
-    wanted: JsonObject = {"train.precision": precision}
+    wanted: JsonObject = {"train.precision": precision} | length(config)
     if not own:
         wanted |= {"data.global_batch_size": ROWS, "data.seq_len": min(SEQ, config.data.seq_len),
-                   "data.stages": [], "optimizer.warmup_steps": 0}
+                   "data.stages": [], "optimizer.warmup_steps": 0, "train.init_from": "", "train.init_encoder_from": ""}
         wanted |= {"train.unroll": 1} if config.model.num_layers > _FEW_LAYERS else {}
     changed = {key: value for key, value in wanted.items() if _value(config, key) != value}
     try:
@@ -38,6 +38,11 @@ def of(config: Config, parts: JsonMapping, precision: str) -> tuple[Subject, Jso
         return small, changed
     narrower = _narrower(small)
     return Subject(change(small.config, narrower), parts), changed | narrower
+
+
+def length(config: Config) -> JsonObject:
+    """Return the keys of a run with a length in steps, for which no data are read."""
+    return {"train.epochs": 0.0, "train.steps": 100} if config.train.epochs else {}
 
 
 def batches_of(run: Run, steps: int, seed: int) -> list[PyTree]:

@@ -84,7 +84,7 @@ def prove(config: Config, *, meshes: int = 20, steps: int = 3, seed: int = 0, pr
     """
     began = time.monotonic()
     _check(config, meshes, steps, seed, parts)
-    code, about = certificate.hashes_of(Subject(config, parts).build(Layout()))
+    code, about = certificate.hashes_of(Subject(change(config, proof_size.length(config)), parts).build(Layout()))
     subject, changed = proof_size.of(config, parts, precision)
     devices = min(DEVICES, 2 ** (jax.device_count().bit_length() - 1))
     start, batches, reference, subject = _reference(subject, steps, seed)
