@@ -187,6 +187,7 @@ def test_the_smallest_layout_is_found_in_few_tries():
     assert f"{found.layout}" == "tensor=4 train.remat=full" and len(tried) <= prove._MOST_TRIES
 
 
+@pytest.mark.slow
 def test_a_module_that_cannot_run_on_some_meshes_is_proven_on_the_others(monkeypatch):
     def loss(params, batch):
         if dict(jax.sharding.get_abstract_mesh().shape)["tensor"] > 2:
@@ -200,3 +201,24 @@ def test_a_module_that_cannot_run_on_some_meshes_is_proven_on_the_others(monkeyp
     assert any("tensor=" in layout and why == "ValueError: too many shards" for layout, why in
                proof.certificate["refused"].items()), proof.certificate["refused"]
     assert "cannot run on" in f"{proof}"
+
+
+@pytest.mark.slow
+def test_where_there_is_no_float64_the_mean_of_several_runs_is_the_truth():
+    def called(grads, state, params=None):
+        rate = jax.pure_callback(lambda x: np.asarray(x) * np.float32(0.5), jax.ShapeDtypeStruct((), np.float32),
+                                 np.float32(0.2))
+        return jax.tree.map(lambda g: -rate * g, grads), state
+
+    optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), called)
+    parts = dict(model=lambda: {"w": jax.random.normal(jax.random.key(0), (8, 8))}, optimizer=optimizer,
+                 data=jt.BatchFunction(lambda step: {"x": np.sin(np.arange(256, dtype=np.float32)).reshape(32, 8)}))
+    config = jt.make_config({"optimizer": {"clip_norm": 0.0}})
+    proof = jt.prove(config, meshes=2, steps=1, loss_fn=lambda p, b: jax.numpy.tanh(b["x"] @ p["w"]).mean(), **parts)
+    assert proof.proven and not proof.certificate["float64"] and 0 < proof.worst < 1
+
+    def wrong(params, batch):  # by a thousandth, on a mesh
+        several = jax.sharding.get_abstract_mesh().size > 1
+        return jax.numpy.tanh(batch["x"] @ params["w"]).mean() * (1 + 1e-3 * several)
+
+    assert jt.prove(config, meshes=2, steps=1, loss_fn=wrong, **parts).finding.kind == "loss"
