@@ -61,9 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     use_virtual_devices(8)
     import jax
 
-    rng, refuted = random.Random(flags.seed), 0
-    for n in range(flags.proofs):
-        found = check(*draw(rng), flags.meshes, flags.seed + n)
+    refuted = 0
+    for seed in range(flags.seed, flags.seed + flags.proofs):
+        found = check(*draw(random.Random(f"proof {seed}")), flags.meshes, seed)
         refuted += bool(found["finding"])
         print(json.dumps(found), flush=True)
         jax.clear_caches()

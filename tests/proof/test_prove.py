@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import random
 import re
 import shlex
 from pathlib import Path
@@ -16,7 +17,7 @@ import jaxtrain as jt
 from jaxtrain.commands import prove as command
 from jaxtrain.proof import prove
 from jaxtrain.proof.drawn_layouts import Layout
-from tests.proof import own_module
+from tests.proof import false_alarms, own_module
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/prove.md").read_text()
@@ -162,6 +163,13 @@ def check_bug(bug, monkeypatch):
                                               pytest.mark.exhaustive) for bug in own_module.BUGS])
 def test_every_bug_of_a_module_is_found_and_named(bug, monkeypatch):
     check_bug(bug, monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(20))
+def test_configs_drawn_at_random_are_proven(seed):
+    found = false_alarms.check(*false_alarms.draw(random.Random(f"proof {seed}")), meshes=10, seed=seed)
+    assert not found["finding"] and found["layouts"] == 10, found
 
 
 @pytest.mark.slow
