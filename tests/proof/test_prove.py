@@ -15,6 +15,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.commands import prove as command
+from jaxtrain.commands.train import training_flags
 from jaxtrain.proof import prove
 from jaxtrain.proof.drawn_layouts import Layout
 from tests.proof import false_alarms, own_module
@@ -124,6 +125,7 @@ def test_what_cannot_be_proven_is_refused_in_one_sentence(change, message):
 
 
 def test_flags_are_refused_in_one_line(capsys):
+    assert training_flags(["configs/gpt.py", "--require_proof"])[0].require_proof == "proofs"
     for flags, said in ((["--meshes=0", *TINY], "--meshes: 0 is too few; give 1 or more"),
                         ([], "CONFIG: it is missing"), (["--precision=float31", *TINY], "--precision: float31 is not")):
         assert command.main(flags) == 2
