@@ -74,36 +74,41 @@ class Layout:
     def single(self) -> Iterator["Layout"]:
         """Yield the layouts that have one axis of two devices, or one option, of those that this one has."""
         for axis in self.sizes:
-            yield Layout({f"mesh.{axis}": 2})
-        for key, value in self.options.items():
-            if not key.startswith(("pipeline.", "mesh.")):
-                yield Layout({key: value})
+            yield Layout({f"mesh.{axis}": 2, **self._of_axis(axis)})
+        for key, value in self._of_step.items():
+            yield Layout({key: value})
 
     def smaller(self) -> Iterator["Layout"]:
         """Yield layouts that have less, those with the least first: without an option or an axis, or with half of it.
         """
-        if self.sizes and self.options:
-            yield Layout({f"mesh.{axis}": size for axis, size in self.sizes.items()})
-            yield Layout(self.options)
+        if self.sizes and self._of_step:
+            yield Layout({key: value for key, value in self.keys.items() if key not in self._of_step})
+            yield Layout(self._of_step)
         if len(self.keys) > 1:
             for key in self.keys:
-                yield self._without(key)
+                gone = {key, *(self._of_axis(key.removeprefix("mesh.")))}
+                yield Layout({name: value for name, value in self.keys.items() if name not in gone})
         for axis, size in self.sizes.items():
             if size > 2:
                 yield Layout({**self.keys, f"mesh.{axis}": size // 2})
         if (parts := self.keys.get("train.accumulation", 1)) > 2:
             yield Layout({**self.keys, "train.accumulation": parts // 2})
 
+    @property
+    def _of_step(self) -> JsonObject:
+        """The options that a mesh does not come with."""
+        return {key: value for key, value in self.options.items() if not key.startswith(("mesh.", "pipeline."))}
+
+    def _of_axis(self, axis: str) -> JsonObject:
+        """Return the options that mean something with this axis only."""
+        prefix = {"stage": "pipeline.", "context": "mesh.context_strategy"}.get(axis)
+        return {key: value for key, value in self.keys.items() if prefix and key.startswith(prefix)}
+
     def has(self, other: "Layout") -> bool:
         """Return whether all that another layout has is in this one too."""
         return all(self.sizes.get(axis, 1) >= size for axis, size in other.sizes.items()) and all(
             self.keys.get(key) == value or (key == "train.accumulation" and self.keys.get(key, 1) >= value)
             for key, value in other.options.items())
-
-    def _without(self, key: str) -> "Layout":
-        left = {name: value for name, value in self.keys.items() if name != key}
-        return Layout({name: value for name, value in left.items()
-                       if not name.startswith("pipeline.") or left.get("mesh.stage", 1) > 1})
 
 
 ONE_DEVICE = {"train.accumulation": 1, "optimizer.zero_stage": 0}  # what the run that all are compared with has

@@ -45,3 +45,6 @@ def test_smaller_layouts_have_less():
     assert Layout({"mesh.tensor": 4, "train.accumulation": 4}) in smaller, "a schedule goes with its stages"
     assert Layout({"mesh.stage": 2, "mesh.tensor": 2, "train.accumulation": 4, "pipeline.schedule": "gpipe"}) in smaller
     assert not Layout({"mesh.tensor": 2}).has(layout)
+    ring = Layout({"mesh.context": 4, "mesh.data": 2, "mesh.context_strategy": "ring", "train.remat": "full"})
+    assert list(ring.single()) == [Layout({"mesh.data": 2}), Layout(
+        {"mesh.context": 2, "mesh.context_strategy": "ring"}), Layout({"train.remat": "full"})], "its strategy with it"
