@@ -57,9 +57,9 @@ MUTANTS = {
         "parallel/ring.py",
         "lax.cond(source < lax.axis_index(AXIS), lambda: work(every, early), lambda: work(late, every))",
         "lax.cond(source > lax.axis_index(AXIS), lambda: work(every, early), lambda: work(late, every))"),
-    "context_order_off_by_one_chunk": Mutant(
+    "late_chunk_of_a_context_shard_misplaced": Mutant(
         "parallel/cut_rows.py", "(2 * n - 1 - device) * len(chunk) + chunk])",
-        "(2 * n - 1 - device) * len(chunk) + chunk + (n > 1)])"),
+        "(2 * n - 1 - device - (n > 1)) * len(chunk) + chunk])"),
     "gathered_key_gradient_averaged": Mutant(
         "parallel/context.py", "[lax.psum_scatter(x, AXIS, scatter_dimension=1, tiled=True) for x in dkv]",
         "[lax.psum_scatter(x, AXIS, scatter_dimension=1, tiled=True) / n for x in dkv]"),
