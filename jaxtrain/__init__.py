@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxtrain.objectives.next_token import NextToken
     from jaxtrain.observe import MetricsWriter
     from jaxtrain.observe.trackers.tracker import Tracker
+    from jaxtrain.proof.prove import Proof, prove
     from jaxtrain.run import Extension, Run
     from jaxtrain.runs.report.figures import plot
     from jaxtrain.sharding.activations import constrain
@@ -60,6 +61,7 @@ _NAMES = {  # module: what it gives
     "objectives.next_token": ["NextToken"],
     "observe": ["MetricsWriter"],
     "observe.trackers.tracker": ["Tracker"],
+    "proof.prove": ["Proof", "prove"],
     "run": ["Extension", "Run"],
     "runs.report.figures": ["plot"],
     "sharding.activations": ["constrain"],
@@ -75,9 +77,9 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "BatchFunction", "BatchSource", "CheckpointManager", "Config", "Extension", "Generated", "MetricsWriter",
-    "NextToken", "Objective", "Observer", "Rules", "Run", "Tracker", "TrainState", "TrainStep", "UserError",
+    "NextToken", "Objective", "Observer", "Proof", "Rules", "Run", "Tracker", "TrainState", "TrainStep", "UserError",
     "Weighted", "build", "constrain", "cross_entropy", "distillation", "enable_compilation_cache", "generate",
-    "load_config", "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "plot",
+    "load_config", "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "plot", "prove",
     "rules", "sample", "show", "train", "with_adapters",
 ]
 

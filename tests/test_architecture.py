@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxtrain"
 # From the top to the ground: a module imports from its own layer and from those below.
 LAYERS = (
-    "__main__ main cli supervise commands", "__init__ api bench", "trainer", "diloco", "launch runs profiling serving",
-    "plan", "tuning hub", "builder", "own_builder", "extensions", "run",
+    "__main__ main cli supervise commands", "__init__ api bench proof", "trainer", "diloco",
+    "launch runs profiling serving", "plan", "tuning hub", "builder", "own_builder", "extensions", "run",
     "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels", "train_step", "data",
     "distributed", "observe", "config hf", "sharding",
     "storage files errors redaction synonyms compile_cache pages base")

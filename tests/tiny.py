@@ -6,10 +6,11 @@ import socket
 import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from jaxtrain.proof.virtual_devices import OLDER_WAY, QUICKLY, virtual_devices  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 # Training that takes its time over each batch, so that something can be done to it in the middle: SLOW % seconds.
@@ -22,17 +23,8 @@ at_each_batch(lambda step, place: (time.sleep(%s), place())[1])
 sys.exit(main())
 """
 
-# What takes longest is making machine code, which without optimization takes a third as long. What XLA makes of a
-# program, its collectives and its buffers, is the same.
-# In one piece it takes a tenth less again.
-# JAX 0.10 has an older way to make the code of fused operations too, which takes half the time again. With it, XLA's
-# scheduler for concurrency gave a step on eight devices wrong numbers now and then, and none without that scheduler.
-_OLDER_WAY = metadata.version("jaxlib").startswith("0.10.")
-QUICKLY = ("--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-           + _OLDER_WAY * (" --xla_cpu_use_fusion_emitters=false"
-                           " --xla_cpu_enable_concurrency_optimized_scheduler=false"))
 # Compiler options for two programs that must give the same bits: the older way rounds an operation differently in each.
-SAME_BITS = {"xla_cpu_use_fusion_emitters": True} if _OLDER_WAY else {}
+SAME_BITS = {"xla_cpu_use_fusion_emitters": True} if OLDER_WAY else {}
 
 # The beginning of a program that has two of its devices. To be the same to the bit, programs are compiled where as many
 # devices are: by their number XLA divides some sums.
@@ -41,11 +33,6 @@ import jax
 some = jax.devices()[:2]
 jax.devices = lambda *_: some
 """
-
-
-def virtual_devices(number):
-    """XLA_FLAGS for so many virtual devices, for which programs are compiled quickly."""
-    return f"{QUICKLY} --xla_force_host_platform_device_count={number}"
 
 
 @contextlib.contextmanager

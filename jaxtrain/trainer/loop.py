@@ -44,7 +44,8 @@ from jaxtrain.trainer.shutdown import complete
 def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,
           optimizer: optax.GradientTransformation | None = None, data: BatchSource | None = None,
           observers: Sequence[Observer | Tracker] = (),
-          may_change: Sequence[str] = (), adopt: bool = False, config_name: str = "") -> TrainState:
+          may_change: Sequence[str] = (), adopt: bool = False, config_name: str = "",
+          require_proof: str | Path = "") -> TrainState:
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; return the final state.
 
     With `train.patience` the run may end earlier, at an evaluation.
@@ -57,6 +58,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         may_change: keys such as "train.steps" that may differ from those that the run in `workdir` was begun with.
         adopt: go on from the newest checkpoint in `workdir` even if it belongs to another run.
         config_name: what run.json calls the config, such as "configs/gpt.py:tiny".
+        require_proof: the folder where `jt.prove` has left a certificate of this code and config (docs/prove.md).
 
     Raises:
         Interrupted: SIGINT or SIGTERM was received; everything done so far is saved.
@@ -85,7 +87,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         processes.connect(limits.start_limit)
         runinfo.make_workdir(workdir)
         with session_of(run, Path(workdir), watchdog, ledger, *tracked.apart(observers), may_change, adopt,
-                        config_name, settings.train.epochs) as session:
+                        config_name, settings.train.epochs, require_proof) as session:
             while True:
                 try:
                     with contextlib.ExitStack() as opened:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -74,6 +75,10 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     parts = identity.own_parts(run, runinfo.recorded_parts(session.workdir, saved) or {})
     if session.config_name:
         known["config_file"] = session.config_name
+    if session.require_proof or Path("proofs").is_dir():
+        from jaxtrain.run import certificate
+
+        known |= certificate.for_run(run, session.require_proof)
     changes = runinfo.check_workdir(session.workdir, config, done=reach, parts=parts, keys=identity.settings(run),
                                     saved=saved, may_change=session.may_change)
     with ThreadPoolExecutor(1, "git") as thread:

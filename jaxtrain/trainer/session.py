@@ -56,6 +56,7 @@ class Session:
     exported: "RunMetrics | None" = None  # to Prometheus
     config_name: str = ""  # as run.json has it
     epochs: float = 0.0  # that the length of the run was given in; 0: it was given in steps
+    require_proof: str | Path = ""  # the folder of certificates without which the run is refused; "": none is needed
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -95,7 +96,7 @@ class Session:
 @contextlib.contextmanager
 def session_of(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, observers: Sequence[Observer],
                trackers: Sequence[Tracker], may_change: Sequence[str], adopt: bool,
-               config_name: str = "", epochs: float = 0.0) -> Iterator[Session]:
+               config_name: str = "", epochs: float = 0.0, require_proof: str | Path = "") -> Iterator[Session]:
     """Yield the session of a run that has its workdir to itself, with what watches, traces and exports it."""
     mesh = {axis: size for axis, size in run.mesh.shape.items() if size > 1}
     with (
@@ -109,7 +110,7 @@ def session_of(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, obse
         exported(run, workdir, ledger) as metrics,
     ):
         yield Session(workdir, watchdog, ledger, Interrupt(), [*observers, capture], trackers, spans, may_change, adopt,
-                      metrics, config_name, epochs)
+                      metrics, config_name, epochs, require_proof)
 
 
 def exported(run: Run, workdir: str | Path, ledger: Ledger) -> contextlib.AbstractContextManager:

@@ -24,10 +24,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from jaxtrain.config.schema import AXES
+from jaxtrain.proof import drawn_layouts
+from jaxtrain.proof.virtual_devices import virtual_devices
 from jaxtrain.run import shapes_of
-from tests.tiny import virtual_devices
 
-AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 ROWS, SEQ = 32, 32
 # Relative to the largest element of a leaf; coarser dtypes are compared with float32 too.
 # tests/sharding/test_products.py is strict with fp8.
@@ -54,14 +55,8 @@ HYBRIDS = {"kimi_linear": 0.07, "qwen3_5": 0.14, "bamba": 0.2}  # of the first w
 
 def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     """One config, as keys like those of a command line."""
-    def often(usual, *others):
-        return usual if rng.random() < 0.5 else rng.choice(others)
-
-    sizes = dict.fromkeys(AXES, 1)
-    left = devices
-    while left > 1:
-        sizes[rng.choice(AXES)] *= 2
-        left //= 2
+    often = functools.partial(drawn_layouts.often, rng)
+    sizes = drawn_layouts.mesh_sizes(rng, devices)
     family = rng.choice(DENSE if rng.random() < 0.55 else EXPERTS[:3])
     if family in EXPERTS and random.Random(f"{rng.getstate()}").random() < 0.25:  # added later: others stay as drawn
         family = EXPERTS[3]
@@ -69,21 +64,21 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         family = "olmo2"
     dealt = random.Random(f"hybrid {rng.getstate()}").random()  # likewise
     family = next((hybrid for hybrid, below in HYBRIDS.items() if dealt < below), family)
-    schedule = rng.choice(("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
+    schedule = rng.choice(drawn_layouts.SCHEDULES)
     keys = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
         "family": family, "packing": rng.random() < 0.8, "data.global_batch_size": ROWS, "data.seq_len": SEQ,
         "model.max_seq_len": SEQ, "model.num_layers": rng.choice((2, 3, 5)),
         "model.tied_embeddings": rng.random() < 0.5, "model.window": often(0, 7),
-        "mesh.context_strategy": rng.choice(("auto", "ring", "gather", "ulysses")),
-        "mesh.rules": often("fsdp_tp", "fsdp_tp", "fsdp") if sizes["tensor"] == 1 else "fsdp_tp",
-        "train.remat": often("none", "full", "dots", "attention", "attention_and_dots"),
-        "train.accumulation": often(1, 2, 4), "train.unroll": often(1, 0, 2), "train.loss_chunks": often(0, 2),
+        "mesh.context_strategy": rng.choice(drawn_layouts.STRATEGIES),
+        "mesh.rules": often(*drawn_layouts.RULES) if sizes["tensor"] == 1 else "fsdp_tp",
+        "train.remat": often(*drawn_layouts.REMAT), "train.accumulation": often(*drawn_layouts.ACCUMULATION),
+        "train.unroll": often(*drawn_layouts.UNROLL), "train.loss_chunks": often(*drawn_layouts.LOSS_CHUNKS),
         "train.z_loss": often(0.0, 1e-3), "train.precision": often("float32", "float32", "bfloat16", "float16", "fp8"),
-        "optimizer.zero_stage": rng.choice((0, 0, 1, 2, 3)),
+        "optimizer.zero_stage": rng.choice(drawn_layouts.ZERO_STAGES),
     }
     if sizes["stage"] > 1:
         keys |= {"pipeline.schedule": schedule, "pipeline.overlap": rng.random() < 0.3,
-                 "pipeline.microbatches": often(0, 1, 2, 4),
+                 "pipeline.microbatches": often(*drawn_layouts.MICROBATCHES),
                  "pipeline.chunks": often(0, 3) if schedule == "interleaved" else 0}
     if family in EXPERTS:
         keys |= {"model.capacity_factor": often(0.0, 0.75, 1.25)}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.proof.hard_batches import text_batch
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.hooks import extras_of
@@ -142,25 +143,8 @@ def _scale():
 
 
 def batch(step: int, rows: int = BATCH, seq: int = SEQ, vocab: int = VOCAB) -> dict[str, np.ndarray]:
-    """A packed batch: segments of several lengths, positions that start again, padding, weights from 0 to 2.
-
-    The text can be learnt (each token decides the next), so that 20 steps take the loss down.
-    """
-    rng = np.random.default_rng(step)
-    tokens = np.zeros((rows, seq + 1), np.int64)
-    tokens[:, 0] = rng.integers(vocab, size=rows)
-    for t in range(seq):
-        tokens[:, t + 1] = (3 * tokens[:, t] + 1 + (rng.random(rows) < 0.1)) % vocab
-    starts = rng.random((rows, seq)) < 0.2
-    starts[:, 0] = True
-    segments = np.cumsum(starts, 1)
-    positions = np.arange(seq) - np.maximum.accumulate(np.where(starts, np.arange(seq), 0), 1)
-    weights = rng.choice([0, 0.25, 1, 2], size=(rows, seq)) * rng.choice([0.5, 1, 3], size=(rows, 1))
-    weights[rng.permutation(rows)[: rows // 8]] = 0  # whole rows that do not count
-    padding = np.arange(seq) >= seq - rng.integers(0, 4, size=(rows, 1))
-    segments, weights = np.where(padding, 0, segments), np.where(padding, 0, weights)
-    arrays = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], segments=segments, positions=positions)
-    return {key: x.astype(np.int32) for key, x in arrays.items()} | {"weights": weights.astype(np.float32)}
+    """A packed batch of text that can be learnt, so that 20 steps take the loss down, with rows of unequal weight."""
+    return text_batch(step, rows, seq, vocab)
 
 
 # ------------------------------------------------------------------------------------------------------- plain models

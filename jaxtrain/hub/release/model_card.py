@@ -12,6 +12,7 @@ from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import json_lines, user_json
+from jaxtrain.run.certificate import in_words
 
 FILE = "README.md"
 # Keys whose values are names of files, which tell of the machine and mean nothing elsewhere.
@@ -135,7 +136,8 @@ def _training(run: JsonMapping, metrics: Iterable[JsonMapping], record: JsonMapp
     packages = run.get("packages", {})
     rows = {"tokens": f"{tokens[-1]:,}" if tokens else "", "devices": run.get("device_kind"),
             "mesh": mesh or "one device", "config": run.get("config_hash"), "commit": run.get("git_commit"),
-            "JAX": packages.get("jax"), "parameters' fingerprint": record.get("parameters")}
+            "JAX": packages.get("jax"), "proof": in_words(run["proof"]) if run.get("proof") else "",
+            "parameters' fingerprint": record.get("parameters")}
     return "## Training\n\n" + _table(("", ""), [(key, value) for key, value in rows.items() if value])
 
 
