@@ -42,6 +42,7 @@ from jaxtrain.train_step.state import Batch, Params, Skeleton, TrainState
 
 Program = Callable[..., PyTree]  # compiled, or to be
 ATTENTION, MLP = ("*/attention/*",), ("*/mlp/*",)
+SHAPES = 8  # of adapters, whose programs are kept
 _BASE = LoraConfig(rank=1)  # of the model itself: adapters whose product is 0
 
 
@@ -77,7 +78,7 @@ class Engine:
     base: Params
     run: Run  # with the smallest adapters, which say how the base lies on the mesh
     batch_tokens: int
-    shapes: "dict[LoraConfig, Shape]" = field(default_factory=dict)
+    shapes: "dict[str, Shape]" = field(default_factory=dict)  # the last ones used, by their keys
 
     @classmethod
     def load(cls, folder: str | Path, overrides: JsonMapping | None = None, batch_tokens: int = 16384) -> "Engine":
@@ -100,11 +101,12 @@ class Engine:
     def shape(self, c: LoraConfig) -> "Shape":
         """Return the programs for adapters with these keys."""
         key = replace(c, targets=sorted(c.targets), quantize=self.run.config.lora.quantize)
-        found = next((shape for shape in self.shapes.values() if shape.run.config.lora == key), None)
-        if found is None:
-            run = builder.build(replace(self.run.config, lora=key), mesh=self.run.mesh, objective=TokenLoss.of)
-            found = Shape(self, run)
-            self.shapes[key] = found
+        name = f"{key}"
+        found = self.shapes.pop(name, None) or Shape(self, builder.build(
+            replace(self.run.config, lora=key), mesh=self.run.mesh, objective=TokenLoss.of))
+        self.shapes[name] = found
+        for oldest in [*self.shapes][:-SHAPES]:  # models that have its adapters keep it alive
+            del self.shapes[oldest]
         return found
 
     @functools.cached_property

@@ -11,7 +11,7 @@ from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import LARGE, parsed, read
-from jaxtrain.hub.chat_messages import chat_of
+from jaxtrain.hub.chat_messages import chat_of, kept_template
 from jaxtrain.hub.folders import published_files
 from jaxtrain.hub.folders.generation_config import ends_of
 from jaxtrain.hub.initial_params import source_and_step
@@ -70,6 +70,8 @@ def _words(run: Run, workdir: str | Path | None) -> tuple[Tokenizer, Chat | None
     source, _ = source_and_step(run.config.train.init_from)
     if workdir is not None and (Path(workdir) / "tokenizer").is_dir():
         source = Path(workdir)
+        if not kept_template(source, {}):  # it began without one, and goes on so
+            return tokenizer_of(source), None
     elif not run.config.train.init_from:
         return load_tokenizer(run.config.data.tokenizer), None
     tokenizer = tokenizer_of(source)

@@ -33,13 +33,13 @@ from jaxtrain.train_step.state import TrainState
 from jaxtrain.tuning.answers.batch_row import row_of
 from jaxtrain.tuning.answers.prompt_tokens import encoded
 from jaxtrain.tuning.environments.conversation import Conversation, earned, measured, sampled_tokens
-from jaxtrain.tuning.environments.conversing import Conversing
+from jaxtrain.tuning.environments.conversing import Conversing, alone
 from jaxtrain.tuning.environments.protocol import Environment
 from jaxtrain.tuning.pending_rewards import PendingRewards
 from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.rewards import answers_of_step, equal_groups, totals_of, with_lengths
 from jaxtrain.tuning.rollout_files import RolloutFiles, Round
-from jaxtrain.tuning.samplers import Sampler
+from jaxtrain.tuning.samplers import Answering, Sampler
 from jaxtrain.tuning.samplers.remote_rounds import Wanted, round_of
 from jaxtrain.tuning.scorers import Scorers
 from jaxtrain.tuning.teacher_scores import TeacherScores, sampled_of
@@ -101,21 +101,23 @@ class Rollouts:
 
     def see(self, step: int, state: TrainState) -> None:
         """Take the state before this step (counted from 0)."""
-        if step != self._seen[0] + 1:  # another beginning, as after a rollback
-            self._begin()
+        if self._seen[1] is not None and step != self._seen[0] + 1:  # another beginning, as after a rollback
+            self.forget()
         self._seen = step, state
 
     def forget(self) -> None:
         """Forget all states and answers, and end what runs beside the steps: they end, or begin elsewhere."""
-        self._begin()
-        if self.environment:
+        if self.sampler is not None:
+            self.sampler.stop()
+        if self.environment:  # which a thread of the sampler's may be waiting for
             self.environment.end()
-
-    def _begin(self) -> None:
-        """Have seen no state, and made no answers."""
         if self.sampler is not None:
             self.sampler.forget()
         self._pending.forget()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have seen no state, and made no answers."""
         self._seen: tuple[int, Any] = (-1, None)
         self._rounds: dict[int, Round] = {}  # by their first steps: that of this step, and those made ahead
         self._made: tuple[int, dict[str, np.ndarray]] = (-1, {})
@@ -170,7 +172,7 @@ class Rollouts:
 
         made, numbers = max(0, first - self.staleness), self._numbers(first)  # made: before which step they are
         if self.sampler is not None:
-            wanted = Wanted(made, step, numbers, [self.prompts[n] for n in numbers], [self.seed, first])
+            wanted = Wanted(made, step, numbers, partial(self._asking, first, numbers))
             kept = self._kept(first, made, numbers)
             found = round_of(self.sampler, wanted, kept, partial(self._state, first, made, step),
                              partial(self._answers_came, first))
@@ -256,6 +258,19 @@ class Rollouts:
         took = self._took("rollout_s", began)
         many = sum(map(size_of, answers))
         self._fields["rollout_tokens_per_s"] = many / took
+        return answers
+
+    def _asking(self, first: int, numbers: list[int], answering: Answering) -> list[Generated]:
+        """Return answers by another process, on a thread of the first one."""
+        def in_turn(prompts: list[list[int]], places: list[int], turn: int) -> list[Generated]:
+            drawn = np.random.SeedSequence([self.seed, first, *[turn] * (turn > 0)]).generate_state(len(numbers))
+            return answering(prompts, drawn[places].tolist())
+
+        if self._conversing is None:
+            return in_turn([self.prompts[n] for n in numbers], [*range(len(numbers))], 0)
+        records = [self.records[n] for n in numbers]
+        answers, fields = self._conversing.of_step([self.seed, first, 0], records, in_turn, alone)
+        self._fields |= fields
         return answers
 
     def _drawn(self, first: int, again: int, turn: int = 0) -> int:

@@ -10,7 +10,7 @@ from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.load import make_config
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.hf import hf_config
-from jaxtrain.serving import saved_adapters
+from jaxtrain.serving import lora_engine, saved_adapters
 from jaxtrain.serving.lora_engine import Engine
 from jaxtrain.serving.token_loss import LOSSES
 from jaxtrain.train_step import partition
@@ -282,3 +282,15 @@ def test_mlp_layers_of_experts_have_adapters_too(tmp_path, cache):
             _, (found,) = model.forward_backward([datum(row[:-1], target_tokens=row[1:], weights=[1.0] * 7)],
                                                  forward=True)
             np.testing.assert_allclose(found[1:], logprobs, atol=1e-5)
+
+
+def test_programs_of_few_kinds_of_adapters_are_kept(engine, monkeypatch):
+    monkeypatch.setattr(lora_engine, "SHAPES", 2)
+    known = dict(engine.shapes)
+    first, second = (engine.shape(LoraConfig(rank=rank)) for rank in (2, 3))
+    assert engine.shape(LoraConfig(rank=2)) is first
+    third = engine.shape(LoraConfig(rank=5))
+    assert [*engine.shapes.values()] == [first, third]  # the ones used last
+    assert engine.shape(LoraConfig(rank=3)) is not second
+    engine.shapes.clear()
+    engine.shapes.update(known)

@@ -13,6 +13,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.config.sections.tuning_keys import RLConfig
 from jaxtrain.data.chat.templates import Chat
+from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning import own_answers, rollouts
@@ -420,4 +421,15 @@ def test_conversations_whose_environment_fails_can_be_left_out(files, chat, answ
     assert ["ZeroDivisionError" in line["turns"][-1].get("error", "") for line in lines] == failed.tolist()
     data.forget()
     _, data, _ = made(files, **named, rl__environment_errors="mask", rl__credit="turn")
+    data.forget()
+
+
+def test_a_run_without_a_template_goes_on_without_one(files, tmp_path, answers):
+    """Bytes have a template of their own, for who asks: a run that has begun without one does not."""
+    run, data, batch = made(files, folder=tmp_path / "rollouts")
+    data.forget()
+    tokenizer_folder.save(data.tokenizer, tmp_path / "tokenizer", data.chat)
+    data = own_answers.on_answers(run, tmp_path)
+    data.see(1, 1)
+    assert data.chat is None and data[1]["tokens"][0][:6].tolist() == batch["tokens"][0][:6].tolist() == [*b"begin "]
     data.forget()

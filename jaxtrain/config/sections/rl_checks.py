@@ -68,8 +68,7 @@ def _check_pairs(preference: PreferenceConfig, rl: RLConfig) -> None:
 def _check_sampler(c: RLConfig) -> None:
     """Refuse keys that do not go with a sampler in another process, or with a correction for it."""
     for key, value in (("sampling_rounds", c.sampling_rounds > 1), ("gather_weights", c.gather_weights),
-                       ("baseline", c.value_head), ("exact", c.exact), ("replay_routes", c.replay_routes),
-                       ("environment", bool(c.environment))):
+                       ("baseline", c.value_head), ("exact", c.exact), ("replay_routes", c.replay_routes)):
         if c.sampler and value:
             raise UserError(f"rl.{key}", f"{getattr(c, key)} is for answers that are made on the run's own mesh",
                             "leave it out, or leave out rl.sampler")

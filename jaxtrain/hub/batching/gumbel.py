@@ -15,7 +15,8 @@ ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
 def gumbel(keys_B: jax.Array, many: int) -> jax.Array:
     """Return what `jax.random.gumbel` gives for each key, [B, V] of `many` tokens."""
-    if str(jax.random.key_impl(keys_B)) != "threefry2x32" or not jax.config.read("jax_threefry_partitionable"):
+    if str(jax.random.key_impl(keys_B)) != "threefry2x32" or (
+            not jax.config.jax_threefry_partitionable):  # pyrefly: ignore[missing-attribute]
         return jax.vmap(lambda key: jax.random.gumbel(key, (many,)))(keys_B)
     words_B2 = jax.random.key_data(keys_B)
     bits_BV = _threefry(words_B2[:, :1], words_B2[:, 1:], jnp.arange(many, dtype=jnp.uint32)[None])

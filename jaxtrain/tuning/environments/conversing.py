@@ -1,11 +1,14 @@
 """Conversations of the model with an environment: all of a step's are continued together, turn by turn.
 
-The first process asks the environment and encodes what it says; all processes get the tokens, and generate.
+The first process asks the environment and encodes what it says; all processes get the tokens, and generate. Where a
+server generates, the first process does all of it, on a thread beside the steps.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +25,8 @@ from jaxtrain.tuning.environments.turn_tokens import TurnTokens
 
 # What follows these tokens of the conversations in these places, in the turn of this number.
 Answering = Callable[[list[list[int]], list[int], int], list[Generated]]
+# How what the first process finds comes to all that take part.
+Sharing = Callable[[Callable[[], Any]], Any]
 _OF_ENVIRONMENTS = 1  # tells their seeds from those of sampling
 
 _OURS = ("tokens", "reward", "finish_reason", "error")  # what is noted of a message, which no template is told
@@ -64,6 +69,16 @@ class _Talk:
                             begin=tuple(self.begin), turns=tuple(self.turns))
 
 
+def with_all(found: Callable[[], Any]) -> Any:
+    """Return what the first process finds, in every process."""
+    return exchange(None, lambda _: found())
+
+
+def alone(found: Callable[[], Any]) -> Any:
+    """Return what is found in this process, on whatever thread."""
+    return found()
+
+
 @dataclass
 class Conversing:
     """Holds conversations with an environment."""
@@ -79,8 +94,8 @@ class Conversing:
     def __post_init__(self):
         self._words, self._told = TurnTokens(self.tokenizer, self.chat), False
 
-    def of_step(self, step: Sequence[int], records: Sequence[JsonObject],
-                answering: Answering) -> tuple[list[Generated], dict[str, float]]:
+    def of_step(self, step: Sequence[int], records: Sequence[JsonObject], answering: Answering,
+                shared: Sharing = with_all) -> tuple[list[Generated], dict[str, float]]:
         """Return the conversations of a step, whose groups begin alike, and the seconds that the environment took.
 
         `step`: numbers that it is known by, of which seeds are made.
@@ -89,14 +104,14 @@ class Conversing:
         seeds = np.random.SeedSequence([*step, _OF_ENVIRONMENTS]).generate_state(len(records) // size)
         name = "/".join(map(str, step))
         found = self([f"{name}/{place}" for place in range(len(records))], records,
-                     np.repeat(seeds, size).tolist(), answering)
+                     np.repeat(seeds, size).tolist(), answering, shared)
         return [*found], {"environment_s": self.seconds}
 
     def __call__(self, ids: Sequence[str], records: Sequence[JsonObject], seeds: Sequence[int],
-                 answering: Answering) -> list[Conversation]:
-        """Return a conversation about each record. Every process makes the call."""
+                 answering: Answering, shared: Sharing) -> list[Conversation]:
+        """Return a conversation about each record. With `with_all`, every process makes the call."""
         talks = [_Talk(Asked(*each, [])) for each in zip(ids, records, seeds, strict=True)]
-        for talk, told in zip(talks, exchange(None, lambda _: self._begun(talks)), strict=True):
+        for talk, told in zip(talks, shared(lambda: self._begun(talks)), strict=True):
             talk.begin, talk.tools = told["tokens"], told["tools"]
             talk.turns = [{**message, "tokens": 0} for message in told["messages"]]
         for turn in range(self.rl.max_turns):
@@ -107,10 +122,10 @@ class Conversing:
             for talk, answer in zip(live, answers, strict=True):
                 talk.heard(answer, self._text(answer))
             last = turn == self.rl.max_turns - 1
-            for talk, told in zip(live, exchange(None, lambda _, live=live: self._continued(live)), strict=True):
+            for talk, told in zip(live, shared(partial(self._continued, live)), strict=True):
                 self._add(talk, told, last)
             self._tell_errors(live)
-        exchange(None, lambda _: self.environment.release(talk.asked.id for talk in talks))
+        shared(lambda: self.environment.release(talk.asked.id for talk in talks))
         if self._words.rewrites and not self._told:
             assert self.chat is not None
             self._told = True

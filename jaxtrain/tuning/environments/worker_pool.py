@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -32,6 +33,10 @@ _ROOT = Path(__file__).parents[3]  # where jaxtrain is
 
 class _Lost(Exception):
     """Raised if a worker gave no answer; says why."""
+
+
+class _Ended(Exception):
+    """Raised on a thread whose turns are no longer wanted."""
 
 
 @dataclass(eq=False)
@@ -90,9 +95,13 @@ class _Worker:
     def kill(self) -> None:
         """End the process, and those that it started."""
         self.line.close()
+        self.send_kill()
+        self.process.wait()
+
+    def send_kill(self) -> None:
+        """Have the processes end; whoever waits for an answer sees it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @dataclass(eq=False)
@@ -123,6 +132,7 @@ class WorkerPool:
         self._python, self.name, self._options, self._timeout_s, self._memory, self._masks = (
             python, named, options, timeout_s, memory, masks)
         self._workers: list[_Worker | None] = [None] * workers
+        self._lock, self._ending = threading.RLock(), False  # with a sampler elsewhere, turns are asked on its thread
         weakref.finalize(self, _end, self._workers)  # at Python's exit too
 
     def tasks(self) -> list[JsonObject]:
@@ -132,6 +142,10 @@ class WorkerPool:
 
     def turns(self, asked: Sequence[Asked]) -> list[Turn]:
         """Return the next turn of each conversation."""
+        with self._lock:
+            return self._turns(asked)
+
+    def _turns(self, asked: Sequence[Asked]) -> list[Turn]:
         found: dict[int, Turn] = {}
         waiting: list[deque[_Question]] = [deque() for _ in self._workers]
         for place, one in enumerate(asked):
@@ -140,6 +154,8 @@ class WorkerPool:
         try:
             while len(found) < len(asked):
                 self._hand_out(waiting)
+                if self._ending:
+                    raise _Ended
                 for at, turn in self._heard(waiting):
                     found[at] = turn
         except BaseException:  # those that are at work would give an old answer next
@@ -150,15 +166,21 @@ class WorkerPool:
     def release(self, ids: Iterable[str]) -> None:
         """Have workers drop what they keep of conversations that have ended."""
         ids = set(ids)
-        for worker in filter(None, self._workers):
-            if theirs := worker.known & ids:
-                worker.known -= theirs
-                with contextlib.suppress(_Lost):  # which the next question finds
-                    worker.send({"release": sorted(theirs)}, self._timeout_s)
+        with self._lock:
+            for worker in filter(None, self._workers):
+                if theirs := worker.known & ids:
+                    worker.known -= theirs
+                    with contextlib.suppress(_Lost):  # which the next question finds
+                        worker.send({"release": sorted(theirs)}, self._timeout_s)
 
     def end(self) -> None:
-        """End all processes; they are started again when they are needed."""
-        _end(self._workers)
+        """End all processes, and with them turns that another thread waits for; they are started again when needed."""
+        self._ending = True
+        for worker in filter(None, tuple(self._workers)):
+            worker.send_kill()
+        with self._lock:
+            _end(self._workers)
+            self._ending = False
 
     def _hand_out(self, waiting: Sequence[deque[_Question]]) -> None:
         """Give each worker that has nothing to do the next of its questions."""

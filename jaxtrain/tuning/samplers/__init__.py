@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from jaxtrain.tuning.samplers.sent_weights import Weights
 
 
+# What follows these prompts, with a seed for each.
+Answering = Callable[[Sequence[Sequence[int]], Sequence[int]], list[Generated]]
+
+
 class Sampler(Protocol):
     """The protocol of what answers in place of the run. Every process calls all methods, in the same order."""
 
@@ -24,12 +28,20 @@ class Sampler(Protocol):
         """Return the weights after this step that an earlier start of the run left."""
         ...
 
-    def ask(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], weights: "Weights",
+    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: "Weights",
             record: Callable[[list[Generated]], None]) -> Sequence[Generated]:
-        """Have prompts answered by these weights; return at once a sequence that waits when it is read.
+        """Return at once a sequence of so many answers by these weights, which waits when it is read.
 
-        `record`: called in the first process when all answers are there, before they can be read.
+        Args:
+            many: the number of answers.
+            asking: makes the answers by what it is given; called in the first process, on a thread beside the steps.
+            weights: those that answer.
+            record: called in the first process when all answers are there, before they can be read.
         """
+        ...
+
+    def stop(self) -> None:
+        """Want nothing any more of what was asked for; `forget` comes next."""
         ...
 
     def forget(self) -> None:

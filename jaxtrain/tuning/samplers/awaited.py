@@ -7,8 +7,10 @@ from typing import overload
 
 import jax
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.hub.generate import Generated
+from jaxtrain.tuning.environments.conversation import Conversation
 
 
 class Awaited(Sequence[Generated]):
@@ -49,6 +51,5 @@ def _as_json(future: "Future[list[Generated]] | None") -> list[dict]:
 
 
 def _of_json(one: dict) -> Generated:
-    logprobs, end = one["logprobs"], one["end"]
-    return Generated(one["text"], tuple(one["tokens"]), None if logprobs is None else tuple(logprobs),
-                     one["finish_reason"], None if end is None else (end[0], end[1]))
+    found: JsonObject = {name: tuple(value) if isinstance(value, list) else value for name, value in one.items()}
+    return Conversation(**found) if "turns" in one else Generated(**found)

@@ -12,8 +12,9 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.hub.generate import Generated
+from jaxtrain.tuning.samplers import Answering
 from jaxtrain.tuning.samplers.awaited import Awaited
-from jaxtrain.tuning.samplers.completions import Question, Terms
+from jaxtrain.tuning.samplers.completions import Terms
 from jaxtrain.tuning.samplers.remote_sampler import RemoteSampler
 from jaxtrain.tuning.samplers.sent_weights import SentWeights, Weights, sends_adapters
 from jaxtrain.tuning.samplers.vllm_routes import VllmServer
@@ -62,20 +63,23 @@ class RemoteAnswers:
         """Return the weights after this step that an earlier start of the run left."""
         return self.sent.kept(step)
 
-    def ask(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], weights: Weights,
+    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: Weights,
             record: Callable[[list[Generated]], None]) -> Awaited:
-        """Have prompts answered by these weights; weights before them are dropped when the answers are on record."""
+        """Have answers made by these weights; weights before them are dropped when the answers are on record."""
         import jax
 
         if jax.process_index():
-            return Awaited(len(prompts), None)
+            return Awaited(many, None)
 
         def recorded(answers: list[Generated]) -> None:
             record(answers)
             self.sent.drop_before(weights.step)
 
-        questions = [Question(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        return self.sampler.ask(questions, weights, recorded)
+        return self.sampler.ask(many, asking, weights, recorded)
+
+    def stop(self) -> None:
+        """Want nothing any more of what was asked for."""
+        self.sampler.stop()
 
     def forget(self) -> None:
         """Forget what was asked for and written."""

@@ -1,14 +1,12 @@
 """The answers of a step from a sampler in another process: those on record, or those that it is asked for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning.rollout_files import Round
-from jaxtrain.tuning.samplers import Sampler
+from jaxtrain.tuning.samplers import Answering, Sampler
 
 if TYPE_CHECKING:
     from jaxtrain.train_step.state import TrainState
@@ -21,8 +19,7 @@ class Wanted:
     made: int
     step: int
     numbers: list[int]  # of prompts
-    prompts: Sequence[Sequence[int]]
-    seed: Sequence[int]
+    asking: Callable[[Answering], list[Generated]]  # has them answered
 
 
 def round_of(sampler: Sampler, wanted: Wanted, kept: Round | None, state: "Callable[[], TrainState]",
@@ -40,10 +37,9 @@ def round_of(sampler: Sampler, wanted: Wanted, kept: Round | None, state: "Calla
         return kept
     assert weights is not None
     one = Round(wanted.numbers, [], weights.step, weights=weights.version)
-    seeds = np.random.SeedSequence(wanted.seed).generate_state(len(wanted.numbers)).tolist()
 
     def recorded(answers: list[Generated]) -> None:
         record(replace(one, answers=answers))
 
-    one.answers = sampler.ask(wanted.prompts, seeds, weights, recorded)
+    one.answers = sampler.ask(len(wanted.numbers), wanted.asking, weights, recorded)
     return one

@@ -1,9 +1,9 @@
 """A sampler behind a URL (`rl.sampler`): answers by the weights that it is sent, while steps go on.
 
-One thread takes what is asked in order: it sees that the server has the weights, asks for all answers at once, and
-asks again for those that did not come, until the time limit. An answer counts only where the server had these weights
-before and after it (adapters: under the version's name, which requests give), so that one that was started again is
-sent them again, and nothing that it made of others is taken.
+One thread takes what is asked in order: it sees that the server has the weights, asks for all answers (or for those of
+one turn of conversations) at once, and asks again for those that did not come, until the time limit. An answer counts
+only where the server had these weights before and after it (adapters: under the version's name, which requests give),
+so that one that was started again is sent them again, and nothing that it made of others is taken.
 """
 
 import functools
@@ -19,6 +19,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hub.generate import Generated
 from jaxtrain.observe import events
 from jaxtrain.tuning.http_service import Failed
+from jaxtrain.tuning.samplers import Answering
 from jaxtrain.tuning.samplers.awaited import Awaited
 from jaxtrain.tuning.samplers.completions import Question, Terms, Unfinished
 from jaxtrain.tuning.samplers.sent_weights import Weights
@@ -32,7 +33,8 @@ Record = Callable[[list[Generated]], None]
 
 @dataclass(frozen=True)
 class _Job:
-    questions: Sequence[Question]
+    many: int
+    asking: Callable[[Answering], list[Generated]]
     weights: Weights
     record: Record
     future: "Future[list[Generated]]"
@@ -55,24 +57,33 @@ class RemoteSampler:
         self._checked = terms.temperature == 1
         self._fields: dict[str, float] = {}
 
-    def ask(self, questions: Sequence[Question], weights: Weights, record: Record) -> Awaited:
-        """Have prompts answered by these weights; returns at once.
+    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: Weights,
+            record: Record) -> Awaited:
+        """Have so many answers made by these weights; returns at once.
 
-        `record`: called with the answers when all are there, before anyone gets them.
+        Args:
+            many: the number of answers.
+            asking: makes them by what it is given, on the thread.
+            weights: those that answer.
+            record: called with the answers when all are there, before anyone gets them.
         """
         future: Future[list[Generated]] = Future()
-        self._queue.put(_Job(questions, weights, record, future))
+        self._queue.put(_Job(many, asking, weights, record, future))
         if self._thread is None:
             # A daemon: Python would wait for any other thread at its exit, however long the server takes.
             self._thread = threading.Thread(target=self._work, args=(self._queue, self._stop), name="sampler",
                                             daemon=True)
             self._thread.start()
-        return Awaited(len(questions), future)
+        return Awaited(many, future)
+
+    def stop(self) -> None:
+        """Want nothing any more of what was asked for; what is under way ends soon."""
+        self._stop.set()
+        self._queue.put(None)
 
     def forget(self) -> None:
         """Forget what was asked for, and end the thread."""
-        self._stop.set()
-        self._queue.put(None)
+        self.stop()
         if self._thread is not None:
             self._thread.join(PATIENCE_S)
         self._stop, self._queue, self._thread = threading.Event(), queue.SimpleQueue(), None
@@ -85,7 +96,7 @@ class RemoteSampler:
     def _work(self, asked: "queue.SimpleQueue[_Job | None]", stop: threading.Event) -> None:
         while (job := asked.get()) is not None:
             try:
-                answers = self._answers(job, stop)
+                answers = self._made(job, stop)
                 if stop.is_set():
                     raise _Stopped
                 job.record(answers)
@@ -95,25 +106,42 @@ class RemoteSampler:
             except BaseException as error:  # the step that needs the answers raises it
                 job.future.set_exception(error)
 
-    def _answers(self, job: _Job, stop: threading.Event) -> list[Generated]:
+    def _made(self, job: _Job, stop: threading.Event) -> list[Generated]:
         """Return all answers of a job; raise UserError if they are not there in time."""
-        began, tries, found = time.monotonic(), 0, {}
-        until = began + self.timeout_s
-        server = replace(self.server, until=until)
+        server, tokens, seconds = replace(self.server, until=time.monotonic() + self.timeout_s), 0, 0.0
+
+        def answering(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Generated]:
+            nonlocal tokens, seconds
+            began = time.monotonic()
+            questions = [Question(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+            found = self._answers(server, job, questions, stop)
+            seconds += time.monotonic() - began
+            tokens += sum(len(one.tokens) + (one.end is not None) for one in found)
+            return found
+
+        answers = job.asking(answering)
+        self._add("rollout_s", seconds)
+        self._fields["rollout_tokens_per_s"] = tokens / max(seconds, 1e-9)
+        return answers
+
+    def _answers(self, server: VllmServer, job: _Job, questions: Sequence[Question],
+                 stop: threading.Event) -> list[Generated]:
+        """Return the answers to questions; raise UserError if they are not there in time."""
+        tries, found = 0, {}
         while True:
             if stop.is_set():
                 raise _Stopped
             try:
                 self._send(server, job.weights)
-                self._check_temperature(server, job)
-                missing = [n for n in range(len(job.questions)) if n not in found]
+                self._check_temperature(server, job, questions[0])
+                missing = [n for n in range(len(questions)) if n not in found]
                 vouched = _Vouched(server, "" if self.adapters else job.weights.version)
-                got = _at_once(functools.partial(self._asked, server, job, vouched), missing, stop)
+                got = _at_once(functools.partial(self._asked, server, job, questions, vouched), missing, stop)
                 if stop.is_set():
                     raise _Stopped
                 found |= {n: one for n, one in got.items() if isinstance(one, Generated)}
-                if len(found) == len(job.questions):
-                    break
+                if len(found) == len(questions):
+                    return [found[n] for n in range(len(questions))]
                 why: Failed = next(one for one in got.values() if isinstance(one, Failed))
             except Failed as error:
                 why = error
@@ -123,18 +151,13 @@ class RemoteSampler:
             if stop.is_set():
                 raise _Stopped
             pause = PAUSES_S[min(tries, len(PAUSES_S) - 1)]
-            if time.monotonic() + pause >= until:
-                raise UserError(KEY, f"{self.server.service.url} {told(why)}; {len(found)} of {len(job.questions)} "
+            if time.monotonic() + pause >= server.until:
+                raise UserError(KEY, f"{self.server.service.url} {told(why)}; {len(found)} of {len(questions)} "
                                 f"answers came in {self.timeout_s:g} s",
                                 "check that the server is up, or raise rl.sampler_timeout_s")
             tries += 1
             self._add("sampler_retries", 1)
             stop.wait(pause)
-        took = time.monotonic() - began
-        self._add("rollout_s", took)
-        many = sum(len(one.tokens) + (one.end is not None) for one in found.values())
-        self._fields["rollout_tokens_per_s"] = many / max(took, 1e-9)
-        return [found[n] for n in range(len(job.questions))]
 
     def _send(self, server: VllmServer, weights: Weights) -> None:
         """See that the server has these weights."""
@@ -157,9 +180,10 @@ class RemoteSampler:
         self._sent = weights.version
         self._add("sampler_load_s", time.monotonic() - began)
 
-    def _asked(self, server: VllmServer, job: _Job, vouched: "_Vouched", n: int) -> Generated | Failed:
+    def _asked(self, server: VllmServer, job: _Job, questions: Sequence[Question], vouched: "_Vouched",
+               n: int) -> Generated | Failed:
         """Return an answer, or why there is none that may come yet."""
-        one = job.questions[n]
+        one = questions[n]
         try:
             answer = self.terms.answer(one, server.completed(self.terms.request(one, self._model(job))))
             vouched.check(time.monotonic())
@@ -179,13 +203,13 @@ class RemoteSampler:
     def _model(self, job: _Job) -> str:
         return job.weights.version if self.adapters else self.server.model
 
-    def _check_temperature(self, server: VllmServer, job: _Job) -> None:
+    def _check_temperature(self, server: VllmServer, job: _Job, question: Question) -> None:
         """Refuse a server whose log-probabilities are not of the model at the temperature of sampling."""
         if self._checked:
             return
         likeliest = []
         for temperature in (self.terms.temperature, 1.0):
-            asked = self.terms.request(job.questions[0], self._model(job)) | {
+            asked = self.terms.request(question, self._model(job)) | {
                 "temperature": temperature, "logprobs": 1, "max_tokens": 1}
             response = server.completed(asked)
             try:

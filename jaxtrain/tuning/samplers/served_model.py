@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LINGER_S = 0.02  # a batch begins when no request has come for so long, or when it is full
 WAITING = 4096  # requests, at most
+ADAPTERS = 16  # at once
+KINDS = 4  # of adapters, whose programs are kept
 FIX = "send what docs/rl.md says of rl.sampler"
 # What vLLM has and this has not, with the values that change nothing.
 UNCHANGED = {"n": 1, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
@@ -93,6 +95,8 @@ class ServedModel:
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Have an adapter under a name, besides the model and other adapters."""
+        if len({*self._adapters, name}) > ADAPTERS:
+            raise UserError("lora_name", f"{ADAPTERS} adapters are loaded already", "unload one first")
         self._between(lambda: self._load_adapter(name, folder))
 
     def unload_adapter(self, name: str) -> None:
@@ -201,9 +205,8 @@ class ServedModel:
         config, base = self._run.config, self._state.all_params
         section = LoraConfig(**adapter_files.keys(folder, config.model))
         kind = f"{section}"
-        if kind not in self._lora_runs:  # its programs are compiled once
-            self._lora_runs[kind] = builder.build(replace(config, lora=section), mesh=self._run.mesh)
-        run = self._lora_runs[kind]
+        run = self._lora_runs.pop(kind, None) or builder.build(replace(config, lora=section), mesh=self._run.mesh)
+        self._lora_runs = dict([*self._lora_runs.items(), (kind, run)][-KINDS:])  # whose programs are compiled once
         found = adapter_files.load(folder, config.model, section, lora.adapters(abstract_model(run)), base)
         self._adapters[name] = run, trained_model.with_params(run, partition.merge(base, found))
 

@@ -53,7 +53,7 @@ def server():
 
 def answers_of(run, server, workdir, adapters=False, timeout_s=60.0, temperature=1.0, **keys):
     """The sampler of a run, with weights that are numbers."""
-    terms = Terms(6, temperature, (END,), 264, run.data.tokenizer)
+    terms = Terms(keys.get("many", 6), temperature, (END,), 264, run.data.tokenizer)
     return RemoteAnswers(RemoteSampler(VllmServer.of(keys.get("url", server.url), timeout_s, 2**20), terms, timeout_s,
                                        adapters, workdir), Numbers(run, workdir / "sampler"))
 

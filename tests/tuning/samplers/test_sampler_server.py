@@ -19,6 +19,7 @@ from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.generate import generate
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.trainer.observers import Observer
+from jaxtrain.tuning.samplers import served_model
 from jaxtrain.tuning.samplers.sampler_server import SamplerServer
 from jaxtrain.tuning.samplers.served_model import ServedModel
 from tests.numerics import reference
@@ -89,7 +90,7 @@ def test_answers_are_generates_whatever_they_are_batched_with(model, server):
 
 
 @pytest.mark.slow
-def test_weights_and_adapters_are_replaced(model, tmp_path):
+def test_weights_and_adapters_are_replaced(model, tmp_path, monkeypatch):
     run, state = model
     other = run.init(seed=5)
     published_weights.save(other.params, run.config.model, tmp_path, np.dtype(np.float32), 10**9)
@@ -108,6 +109,10 @@ def test_weights_and_adapters_are_replaced(model, tmp_path):
         load = {"lora_name": "one", "lora_path": str(tmp_path / "lora")}
         assert asked(server, "/v1/load_lora_adapter", load)[0] == 200
         assert [one["id"] for one in asked(server, "/v1/models")[1]["data"]] == ["tiny", "one"]
+        monkeypatch.setattr(served_model, "ADAPTERS", 1)
+        assert asked(server, "/v1/load_lora_adapter", load)[0] == 200  # one of the name in its place
+        status, said = asked(server, "/v1/load_lora_adapter", load | {"lora_name": "two"})
+        assert status == 400 and "1 adapters are loaded already" in f"{said}"
         assert tokens_of(server, model="one")[1] != first[1] and tokens_of(server, model="tiny") == first
         assert asked(server, "/v1/unload_lora_adapter", {"lora_name": "one"})[0] == 200
         assert asked(server, "/v1/completions", ASKED | {"model": "one"})[0] == 404
