@@ -7,7 +7,7 @@ in a billion have sums that do.
 
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -84,18 +84,42 @@ class Trace:
     results: dict[str, Value] = field(default_factory=dict)
     given: list[Value] = field(default_factory=list)  # arguments and constants
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return it without links: pickle would follow a long chain of them."""
+        values = [*self.given, *(value for _, made in self.operations for value in made)]
+        at = {id(value): n for n, value in enumerate(values)}
+        return {"given": [replace(value, maker=None) for value in self.given],
+                "results": {name: at[id(value)] for name, value in self.results.items()},
+                "operations": [(replace(operation, inputs=[]), [at[id(value)] for value in operation.inputs],
+                                [replace(value, maker=None) for value in made])
+                               for operation, made in self.operations]}
 
-def trace(closed: core.ClosedJaxpr, args: Sequence[Any], names: Sequence[str], lengths: dict[int, str]) -> Trace:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Link it again."""
+        self.given, self.operations = state["given"], []
+        values = [*self.given]
+        for operation, inputs, made in state["operations"]:
+            operation.inputs = [values[n] for n in inputs]
+            for value in made:
+                value.maker = operation
+            values += made
+            self.operations.append((operation, made))
+        self.results = {name: values[n] for name, n in state["results"].items()}
+
+
+def trace(closed: core.ClosedJaxpr, args: Sequence[Any], names: Sequence[str], layers: int = 0,
+          accumulation: int = 1) -> Trace:
     """Return the operations of a jaxpr of one device, computed in float64.
 
     Args:
         closed: the jaxpr.
         args: its arguments on the host.
         names: of its results.
-        lengths: what the rounds of loops are called, by their number, such as {12: "layer"}.
+        layers: of the model, whose loops have as many rounds.
+        accumulation: the number of micro-batches.
     """
     with jax.enable_x64(True):
-        made = _Evaluation(lengths)
+        made = _Evaluation(layers, accumulation)
         given = [made.given(x) for x in float64.widened(list(args))]
         results = made.evaluate(closed.jaxpr, closed.consts, given, ())
     made.trace.results = dict(zip(names, (value for _, value in results), strict=True))
@@ -106,8 +130,8 @@ Pair = tuple[jax.Array, Value]
 
 
 class _Evaluation:
-    def __init__(self, lengths: dict[int, str]):
-        self.trace, self.lengths = Trace(), lengths
+    def __init__(self, layers: int, accumulation: int):
+        self.trace, self.layers, self.accumulation = Trace(), layers, accumulation
 
     def given(self, x: Any) -> Pair:
         """Take an argument or a constant."""
@@ -163,7 +187,8 @@ class _Evaluation:
         carry, xs = rest[:p["num_carry"]], rest[p["num_carry"]:]
         rounds = range(p["length"])
         stacks: list[list[Pair]] = []
-        word = self.lengths.get(p["length"], "round")
+        word = ("micro-batch" if not place and p["length"] == self.accumulation else
+                "layer" if p["length"] == self.layers else "round")
         for n in reversed(rounds) if p["reverse"] else rounds:
             here = (*place, f"{word} {n + 1} of {p['length']}") if p["length"] > 1 else place
             parts = [self._made(eqn, "slice", [pair], [pair[0][n]], here, (f"{n}",))[0] for pair in xs]

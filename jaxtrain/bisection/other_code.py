@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.bisection.operations import Trace
@@ -87,20 +87,19 @@ class ElsewhereSide(Side):
         return self._call("wrong_on_mesh", state, batch)
 
 
-def _put(line: BinaryIO | None, content: Any) -> None:
+def _put(line: IO[bytes] | None, content: Any) -> None:
     assert line
     pickle.dump(content, line)
     line.flush()
 
 
-def _get(line: BinaryIO | None) -> Any:
+def _get(line: IO[bytes] | None) -> Any:
     assert line
     return pickle.load(line)
 
 
 def work() -> None:
     """Answer calls until there are no more."""
-    sys.setrecursionlimit(100_000)  # the operations of a step hang together
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed is no answer
     from jaxtrain.config.load import load_config

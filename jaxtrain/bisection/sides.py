@@ -139,8 +139,8 @@ class Side:
         """Return the operations of a step on one device, in float64."""
         closed, restored = traced(self.on_one_device, state, batch)
         names = [told(name) for name, _ in named(restored([*range(len(closed.jaxpr.outvars))]))]
-        lengths = {self.config.train.accumulation: "micro-batch", getattr(self.config.model, "num_layers", 0): "layer"}
-        return trace(closed, jax.tree.leaves((state, batch)), names, lengths)
+        return trace(closed, jax.tree.leaves((state, batch)), names, getattr(self.config.model, "num_layers", 0),
+                     self.config.train.accumulation)
 
     def wrong_on_mesh(self, state: TrainState, batch: PyTree) -> tuple[str, list[str]] | None:
         """Return in what its mesh does not give the numbers of one device, by more than rounding; None: in nothing."""

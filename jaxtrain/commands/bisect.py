@@ -48,9 +48,9 @@ def main(argv: list[str] | None = None) -> None:
     _use_devices([flags.a, flags.b])
     from jaxtrain.bisection.bisect import ROUNDING, SAME, bisect_sides
 
-    sides = [_side(flags.a, flags.a if flags.a != flags.b else "A", flags.code_a, flags.python_a),
-             _side(flags.b, flags.b if flags.a != flags.b else "B", flags.code_b, flags.python_b)]
-    found = bisect_sides(*sides, flags.steps, say)
+    a = _side(flags.a, flags.a if flags.a != flags.b else "A", flags.code_a, flags.python_a)
+    b = _side(flags.b, flags.b if flags.a != flags.b else "B", flags.code_b, flags.python_b)
+    found = bisect_sides(a, b, flags.steps, say)
     tell(json.dumps(found.as_json()) if flags.json else f"{found}")
     if found.cause not in (SAME, ROUNDING):
         raise SystemExit(1)
