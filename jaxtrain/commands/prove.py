@@ -1,11 +1,12 @@
-"""Prove that a config gives the numbers of one device on any mesh, or show where it does not.
+"""Prove that a config gives the numbers of one device on any mesh.
 
     jaxtrain prove configs/gpt.py:tiny
-    jaxtrain prove configs/moe.py --meshes=60 --steps=5 --config.optimizer.name=muon
+    jaxtrain prove configs/gpt.py:tiny --meshes=60 --steps=5 --config.optimizer.name=muon
 
 Runs a few steps on meshes of eight virtual CPU devices that are drawn at random, and compares the loss, every gradient,
-its norm, the clipping and the update with a run on one device. Writes a certificate, which `jaxtrain train
---require_proof` asks for. Exit status 0: proven; 1: a layout has other numbers; 2: the command line is wrong.
+its norm, the clipping and the update with a run on one device. The first wrong one is shown on the smallest mesh that
+has it. Writes a certificate, which `jaxtrain train --require_proof` asks for. Exit status 0: proven; 1: a layout has
+other numbers; 2: the command line is wrong.
 """
 
 from jaxtrain.commands.flags import Parser, add_config, add_json, command, need_config, overrides_of, parser_of
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     use_virtual_devices(8)  # before anything starts JAX
     import json
 
+    from jaxtrain import compile_cache
     from jaxtrain.config.load import load_config
     from jaxtrain.config.schema import PRECISIONS
     from jaxtrain.errors import nearest
@@ -48,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if flags.precision not in PRECISIONS:
         raise UserError("--precision", f"{flags.precision} is not a precision", nearest(flags.precision, PRECISIONS))
+    compile_cache.enable_compilation_cache()
     proof = prove(load_config(flags.config, overrides), meshes=flags.meshes, steps=flags.steps, seed=flags.seed,
                   precision=flags.precision, output=flags.output, report=say, config_name=flags.config)
     tell(json.dumps(proof.certificate) if flags.json else f"{proof}\n{proof.path}")

@@ -138,7 +138,8 @@ def draw(rng: random.Random, config: Config, devices: int, *, own: bool, fixed_a
     if not fixed_accumulation:
         drawn["train.accumulation"] = often(rng, *ACCUMULATION)
     if not own:
-        drawn |= {"train.remat": often(rng, *REMAT), "train.unroll": often(rng, *UNROLL),
+        unroll = UNROLL if config.train.unroll != 1 else (1, 1, 2)  # else it is of many layers
+        drawn |= {"train.remat": often(rng, *REMAT), "train.unroll": often(rng, *unroll),
                   "train.loss_chunks": often(rng, *LOSS_CHUNKS)}
         if sizes["context"] > 1:
             drawn["mesh.context_strategy"] = rng.choice(STRATEGIES)

@@ -93,21 +93,25 @@ def _param(value: object) -> object:
 def _inner(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     """Evaluate what a primitive calls, such as a compiled function."""
     inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
-    return _evaluate(*((inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())), args)
+    return _function(inner)(*args)
 
 
-def _closed(closed: core.ClosedJaxpr) -> Callable[..., list[jax.Array]]:
-    return lambda *args: _evaluate(closed.jaxpr, closed.consts, args)
+def _function(inner: core.ClosedJaxpr | core.Jaxpr) -> Callable[..., list[jax.Array]]:
+    jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())
+    return lambda *args: _evaluate(jaxpr, consts, args)
 
 
 def _scan(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     p = eqn.params
-    consts, rest = args[:p["num_consts"]], args[p["num_consts"]:]
-    first, xs = rest[:p["num_carry"]], rest[p["num_carry"]:]
+    if "ft_in" in p:  # since JAX 0.12
+        fixed, carried, _ = map(len, p["ft_in"].unpack())
+    else:
+        fixed, carried = p["num_consts"], p["num_carry"]
+    consts, first, xs = args[:fixed], args[fixed:fixed + carried], args[fixed + carried:]
 
     def body(carry, x):
-        found = _closed(p["jaxpr"])(*consts, *carry, *x)
-        return found[:p["num_carry"]], found[p["num_carry"]:]
+        found = _function(p["jaxpr"])(*consts, *carry, *x)
+        return found[:carried], found[carried:]
 
     last, ys = lax.scan(body, list(first), list(xs), length=p["length"], reverse=p["reverse"])
     return [*last, *ys]
@@ -117,12 +121,12 @@ def _while(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     p = eqn.params
     conds, bodies = p["cond_nconsts"], p["body_nconsts"]
     of_cond, of_body, first = args[:conds], args[conds:conds + bodies], args[conds + bodies:]
-    return lax.while_loop(lambda carry: _closed(p["cond_jaxpr"])(*of_cond, *carry)[0],
-                          lambda carry: _closed(p["body_jaxpr"])(*of_body, *carry), list(first))
+    return lax.while_loop(lambda carry: _function(p["cond_jaxpr"])(*of_cond, *carry)[0],
+                          lambda carry: _function(p["body_jaxpr"])(*of_body, *carry), list(first))
 
 
 def _cond(eqn: core.JaxprEqn, index: jax.Array, *args: jax.Array) -> list[jax.Array]:
-    return lax.switch(index, [_closed(branch) for branch in eqn.params["branches"]], *args)
+    return lax.switch(index, [_function(branch) for branch in eqn.params["branches"]], *args)
 
 
 def _scatter(operation: Callable[..., jax.Array]) -> Rule:

@@ -23,7 +23,8 @@ _OF_OPTION = {
     "optimizer.zero_stage": "the optimizer computes with a piece of each array where it needs all of it",
 }
 _OF_AXIS = {
-    "data": "rows are split over it", "fsdp": "rows and parameters are split over it",
+    "data": "rows are split over it, and a mean over the tokens of one device is not the mean over all",
+    "fsdp": "rows and parameters are split over it",
     "stage": "layers are split over it, and micro-batches pass through its stages",
     "context": "every sequence is split over it, and positions and masks are those of the whole sequence",
     "expert": "rows and experts are split over it", "tensor": "heads, MLPs and the vocabulary are split over it",
@@ -123,15 +124,14 @@ def norm_of_what(got: float, gradient: Mapping[str, np.ndarray], run: Run) -> st
 def of_clip(factor: float, run: Run, truth: Quantities, layout: Layout) -> str:
     """Return what it says that the gradient which the optimizer is given is off by a factor, after the norm was right.
     """
-    clip = run.sharded.settings.clip_norm
     gradient = {key.name: x for key, x in truth.items() if key.kind == GRADIENT}
     norm = math.sqrt(sum(float((x**2).sum()) for x in gradient.values()))
-    scale = min(1.0, clip / norm) * factor
-    if abs(scale - 1) < _CLOSE:
+    clip = run.sharded.settings.clip_norm
+    if clip and abs(min(1.0, clip / norm) * factor - 1) < _CLOSE:
         return f"the gradient is not clipped: its norm is {norm:.4g} and the limit {clip:.4g}"
-    what = norm_of_what(clip / scale, gradient, run)
-    return (f"the optimizer gets {factor:.4g} times the gradient that it should get, as if the norm were "
-            f"{clip / scale:.4g} and not {norm:.4g}{what}" + f"; {of_layout(layout)}" * (not what))
+    what = norm_of_what(norm / factor, gradient, run)  # an optimizer of one's own may clip itself
+    return (f"the optimizer works on {factor:.4g} times the gradient that it should have, as if its norm were "
+            f"{norm / factor:.4g} and not {norm:.4g}{what}" + f"; {of_layout(layout)}" * (not what))
 
 
 def _how_far(got: np.ndarray, want: np.ndarray) -> str:

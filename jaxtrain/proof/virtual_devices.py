@@ -1,6 +1,7 @@
 """Virtual CPU devices: what they need has to be set before JAX starts."""
 
 import os
+import sys
 from importlib import metadata
 
 # What takes longest is making machine code, which without optimization takes a third as long. What XLA makes of a
@@ -20,6 +21,8 @@ def virtual_devices(number: int) -> str:
 
 
 def use_virtual_devices(number: int) -> None:
-    """Have this process compute on so many virtual CPU devices. It comes before anything that starts JAX."""
+    """Have this process compute on so many virtual CPU devices, unless it has imported JAX already."""
+    if "jax" in sys.modules:
+        return
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {virtual_devices(number)}".strip()

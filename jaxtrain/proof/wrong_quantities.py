@@ -96,9 +96,8 @@ def _first(reference: Reference, got: Record, n: int, errors: dict[Quantity, flo
     told = _told(kind, first, truth, seen, layout, run)
     right = tuple(key.name for key in errors if key.kind == kind and key not in wrong)
     if kind == GRADIENT and right:
-        told += f"; right are those of {_list(right)}"
-    if kind in (OPTIMIZER, UPDATE) and n == 0 and run.sharded.settings.clip_norm and (
-            factor := _common_factor(truth, seen, reference, keys)):
+        told += f"; {_list(right)} {'is' if len(right) == 1 else 'are'} right"
+    if kind in (OPTIMIZER, UPDATE) and n == 0 and (factor := _common_factor(truth, seen, reference, keys)):
         told = hints.of_clip(factor, run, truth, layout)
         kind, others = CLIP, ()
     if torn:
@@ -141,4 +140,5 @@ def _common_factor(truth: dict[Quantity, np.ndarray], seen: dict[Quantity, np.nd
 
 
 def _list(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} others" if len(names) > 2 else "")
+    rest = len(names) - 2
+    return ", ".join(names[:2]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")

@@ -18,7 +18,8 @@ def workdir(tmp_path):
     assert prepare.main([f"--input={tmp_path / 'text.txt'}", f"--output={tmp_path / 'corpus'}", "--licence_of=CC0-1.0",
                          "--describe", "name=Tale", "url=https://example.org/a|b"]) == 0
     run = {"mesh": {"data": 1, "fsdp": 8}, "device_kind": "TPU v5p", "config_hash": "c0ffee", "git_commit": "fade",
-           "init_from": {"folder": "/secret/place/base-7b", "sha256": {}}}
+           "init_from": {"folder": "/secret/place/base-7b", "sha256": {}},
+           "proof": {"code": "f00d", "config": "beef", "layouts": 20, "steps": 3, "worst": 0.231}}
     (folder := tmp_path / "work").mkdir()
     (folder / "run.json").write_text(json.dumps(run))
     lines = [{"step": 20, "tokens": 5120, "loss": 2.0}, {"step": 20, "eval_loss": 1.25}, {"step": 30, "tokens": 7680},
@@ -41,7 +42,8 @@ def test_it_says_what_the_records_say(workdir):
         "license": "apache-2.0", "base_model": "base-7b", "datasets": ["Tale"]}
     for part in ("# tale-7b\n", "weights of step 20, begun with base-7b.", "| tokens | 5,120 |", "| mesh | fsdp 8 |",
                  "| Tale | ", "| CC0-1.0 |", "https://example.org/a\\|b", "| held-out text | loss | 1.2500 |",
-                 "| arc | acc | 0.5000 |", "90% had to pass: passed.", "| refusals | 9 of 10 |",
+                 "| arc | acc | 0.5000 |", "| proof | On 20 layouts of devices, 3 steps have the numbers of one device (worst error "
+                 "0.23 of the tolerance; jaxtrain prove, code f00d, config beef) |", "90% had to pass: passed.", "| refusals | 9 of 10 |",
                  "AutoTokenizer.from_pretrained", '"steps": 30'):
         assert part in body, part
     assert "/secret" not in text and "9.0" not in text and "stderr" not in text and str(workdir.parent) not in text

@@ -16,7 +16,8 @@ def recorded(workdir: Path, steps: int = 30, overrides: dict | None = None, even
     config = make_config({}, {"train.steps": steps, **(overrides or {})}).to_dict()
     (workdir / "config.json").write_text(json.dumps(config))
     (workdir / "run.json").write_text(json.dumps({"mesh": {"data": 2, "tensor": 4},
-                                                  "device_kind": "NVIDIA H100 80GB HBM3"}))
+                                                  "device_kind": "NVIDIA H100 80GB HBM3",
+                                                  "proof": {"layouts": 20, "date": "2026-11-30T15:00:00+00:00"}}))
     with (workdir / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             loss = 2 + 3 / step**0.5 + 0.1 * math.sin(step) + shift

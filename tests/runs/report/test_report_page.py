@@ -65,6 +65,7 @@ def test_a_page_has_everything_of_a_run_and_nothing_that_acts_or_is_secret(event
         assert "<script>alert" not in text and "<img" not in text
     assert "<b>" not in seen and not re.search(r'(?:src|href)=["\']?(?:https?:)?//', page), "it needs no network"
     for text in ("2.4489 at step 30", "best eval_loss", "NVIDIA H100 80GB HBM3", "data 2 × tensor 4", "rollback",
+                 "20 layouts as one device (2026-11-30)",
                  "restores_at_most=10", "the run has cost about $", "2, 1 failed", "data.source"):
         assert text in seen, text
     loss = {trace["name"]: trace for trace in data["loss"]["data"] if trace["meta"]["role"] != "mean"}
