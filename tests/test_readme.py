@@ -74,6 +74,9 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
                  if not word.startswith("--config.data.seq_len=")]  # longer than what tiny models read
         if "--explain" not in words:
             words = [word.replace("h100x8", "h100x2") for word in words]  # few layouts
+    if words[1:4] == ["-m", "jaxtrain", "prove"]:
+        words = [*(word for word in words if not word.startswith(("--meshes=", "--steps="))), "--meshes=2", "--steps=1",
+                 f"--output={workdirs / 'proofs'}"]
     if words[1:3] == ["-m", "jaxtrain.bench"]:
         words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words] + ["--steps=2", "--warmup=1"]
         words = [re.sub(r"^(train\.unroll=1),0$", r"\1", word) for word in words]  # each value is a process
@@ -140,7 +143,8 @@ def chains() -> list:
 
     # These have tests of their own, take hours, or need the Hugging Face Hub.
     slow = ("hf:Qwen", "pytest", "tools/benchmarks", "tools/device", "tools/release/compare_evaluation",
-            "tools/release/mutants", "python examples/", "jaxtrain launch", "jaxtrain jobs", "jaxtrain sweep")
+            "tools/release/mutants", "tools/release/proof_mutants", "python examples/",
+            "jaxtrain launch", "jaxtrain jobs", "jaxtrain sweep")
     commands = [command for command in shown() if re.search("examples/(reinforce|sft)", command) or not any(
         word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=made)]

@@ -71,16 +71,23 @@ class Layout:
         return {f"mesh.{axis}": 1 for axis in AXES} | {"mesh.auto": False, "mesh.hsdp": False} | ONE_DEVICE | dict(
             self.keys)
 
+    def single(self) -> Iterator["Layout"]:
+        """Yield the layouts that have one axis of two devices, or one option, of those that this one has."""
+        for axis in self.sizes:
+            yield Layout({f"mesh.{axis}": 2})
+        for key, value in self.options.items():
+            if not key.startswith(("pipeline.", "mesh.")):
+                yield Layout({key: value})
+
     def smaller(self) -> Iterator["Layout"]:
         """Yield layouts that have less, those with the least first: without an option or an axis, or with half of it.
         """
         if self.sizes and self.options:
             yield Layout({f"mesh.{axis}": size for axis, size in self.sizes.items()})
             yield Layout(self.options)
-        for key in self.sizes:
-            yield self._without(f"mesh.{key}")
-        for key in self.options:
-            yield self._without(key)
+        if len(self.keys) > 1:
+            for key in self.keys:
+                yield self._without(key)
         for axis, size in self.sizes.items():
             if size > 2:
                 yield Layout({**self.keys, f"mesh.{axis}": size // 2})

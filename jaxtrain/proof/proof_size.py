@@ -7,6 +7,7 @@ import jax
 
 from jaxtrain.base.annotations import Json, JsonMapping, JsonObject, PyTree
 from jaxtrain.config.schema import Config
+from jaxtrain.doctor import machine
 from jaxtrain.errors import UserError
 from jaxtrain.plan.estimate import change
 from jaxtrain.proof import hard_batches
@@ -52,6 +53,16 @@ def batches_of(run: Run, steps: int, seed: int) -> list[PyTree]:
         return [dict(run.batch_source[step]) for step in range(steps)]
     return [hard_batches.batch_of(shapes_of(run).spec.arrays, seed + step, ROWS, c.data.seq_len, c.model.vocabulary)
             for step in range(steps)]
+
+
+def check_memory(run: Run, batch: PyTree) -> None:
+    """Refuse a run of which one step takes more than half of the memory that this machine has left."""
+    program = run.sharded.compiled(batch).memory_analysis()
+    left = machine.here().free
+    if program is not None and left and program.temp_size_in_bytes > left / 2:
+        raise UserError("memory", f"one step of the proof takes {program.temp_size_in_bytes / 2**30:.0f} GiB, and "
+                        f"{left / 2**30:.0f} are left here", "set train.remat=full, fewer model.num_layers or shorter "
+                        "rows, or take another machine")
 
 
 def _narrower(subject: Subject) -> JsonObject:

@@ -27,8 +27,7 @@ from jaxtrain.run import Run, certificate, runinfo
 from jaxtrain.train_step.state import TrainState
 
 DEVICES = 8  # of the largest mesh
-_MOST_WRONG = 2  # layouts after which no more are drawn; of each the smallest one that shows the error is looked for
-_MOST_TRIES = 12  # layouts that are tried for each
+_MOST_TRIES = 16  # layouts that are tried to find the smallest one that is wrong
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,13 @@ class Proof:
 
     certificate: JsonObject
     comparisons: list[Comparison]
-    findings: list[Finding] = field(default_factory=list)  # on the smallest layouts that show them
+    finding: Finding | None = None  # what is wrong, on the smallest layout that shows it
     path: Path | None = None  # where the certificate lies
 
     @property
     def proven(self) -> bool:
         """Whether all layouts gave the numbers of one device."""
-        return not self.findings
+        return self.finding is None
 
     @property
     def worst(self) -> float:
@@ -52,12 +51,13 @@ class Proof:
 
     def __str__(self) -> str:
         c = self.certificate
-        failed = sum(one.finding is not None for one in self.comparisons)
         head = (f"{len(self.comparisons)} layouts, {c['steps']} steps each, {c['compared']:,} numbers: " + (
-            f"{failed} of them do not have the numbers of one device" if failed else
+            "the last one does not have the numbers of one device" if self.finding else
             f"all have the numbers of one device; the largest error is {self.worst:.2g} of its tolerance "
             f"({max(self.comparisons, key=lambda one: one.worst).where})"))
-        return "\n".join([head, *(f"WRONG {finding}" for finding in self.findings)])
+        errors = [(layout, why) for layout, why in c["refused"].items() if not why.startswith("UserError")]
+        return "\n".join([head, *(f"cannot run on {layout}: {why}" for layout, why in errors[:3]),
+                          *([f"WRONG {self.finding}"] if self.finding else [])])
 
     __repr__ = __str__
 
@@ -94,12 +94,12 @@ def prove(config: Config, *, meshes: int = 20, steps: int = 3, seed: int = 0, pr
             reference.missing)))
     trials = _Trials(subject, start, batches, reference, compared)
     done, refused = _drawn(trials, meshes, seed, devices, report)
-    findings = _shrunk(trials, [one.finding for one in done if one.finding], report)
-    found = _certificate(code, about, config_name, reference, done, findings, dict(
+    finding = _smallest(trials, done[-1].finding, report) if done[-1].finding else None
+    found = _certificate(code, about, config_name, reference, done, finding, dict(
         refused=refused, changed=changed, steps=steps, seed=seed, compared=compared, precision=precision,
         seconds=round(time.monotonic() - began, 1)))
     path = certificate.write(found, output) if output is not None else None
-    return Proof(found, done, findings, path)
+    return Proof(found, done, finding, path)
 
 
 @dataclass
@@ -171,6 +171,7 @@ def _reference(subject: Subject, steps: int, seed: int) -> tuple[TrainState, lis
     one = subject.build(Layout())
     start = start_of(one)
     batches = proof_size.batches_of(one, steps, seed)
+    proof_size.check_memory(one, batches[0])
     clip = subject.config.optimizer.clip_norm
     if clip:  # a limit that is not reached proves nothing
         norm = float(record(one, start, batches[:1]).steps[0][Quantity(NORM)])
@@ -182,64 +183,58 @@ def _reference(subject: Subject, steps: int, seed: int) -> tuple[TrainState, lis
 
 
 def _drawn(trials: _Trials, meshes: int, seed: int, devices: int,
-           report: Callable[[str], None]) -> tuple[list[Comparison], int]:
-    """Return how the layouts compare, the config's own first, and how many that were drawn cannot be built."""
+           report: Callable[[str], None]) -> tuple[list[Comparison], dict[str, str]]:
+    """Return how layouts compare up to the first wrong one, the config's own first, and why others cannot run."""
     config, rng = trials.subject.config, random.Random(seed)
     how = dict(own=trials.subject.own, fixed_accumulation=bool(trials.subject.parts.get("with_key")))
     done: list[Comparison] = []
-    seen: set[str] = set()
-    refusals: list[UserError] = []
+    refused: dict[str, str] = {}
     for n in range(30 * meshes):
         layout = (drawn_layouts.draw if n else drawn_layouts.of_config)(rng, config, devices, **how)
-        if f"{layout}" in seen:
+        if f"{layout}" in refused or any(f"{one.layout}" == f"{layout}" for one in done):
             continue
-        seen.add(f"{layout}")
         try:
-            done.append(trials.run(layout))
-        except UserError as refusal:
-            refusals.append(refusal)
+            one = trials.run(layout)
+        except Exception as error:
+            if not trials.subject.own and not isinstance(error, UserError):
+                raise
+            # What a user shards by hand may be for some meshes only.
+            refused[f"{layout}"] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         finally:
             jax.clear_caches()
-        one = done[-1]
+        done.append(one)
         report(f"{'WRONG' if one.finding else 'ok':<6}{one.worst:8.2g}  {one.seconds:4.1f} s  {layout}")
-        if len(done) == meshes or sum(one.finding is not None for one in done) == _MOST_WRONG:
+        if len(done) == meshes or one.finding:
             break
     if not done:
-        why = refusals[-1]
-        raise UserError("meshes", f"none that was drawn can be built, since {why.key}: {why.reason}", why.fix)
-    return done, len(refusals)
+        raise UserError("meshes", f"none that was drawn can run; {[*refused.values()][-1]}", "change what it names")
+    return done, refused
 
 
-def _shrunk(trials: _Trials, findings: list[Finding], report: Callable[[str], None]) -> list[Finding]:
-    """Return what is wrong on the smallest layouts that show it."""
-    smallest: list[Finding] = []
-    for first in sorted(findings, key=lambda one: (one.layout.devices, len(one.layout.keys))):
-        finding = first
-        if any(finding.layout.has(one.layout) for one in smallest):
+def _smallest(trials: _Trials, finding: Finding, report: Callable[[str], None]) -> Finding:
+    """Return what is wrong on the smallest layout that shows it."""
+    tries, left = 0, [*finding.layout.single(), *finding.layout.smaller()]
+    while left and tries < _MOST_TRIES:
+        layout = left.pop(0)
+        tries += 1
+        try:
+            found = trials.run(layout, finding.step).finding
+        except Exception:  # it cannot run there
             continue
-        tries, left = 0, list(finding.layout.smaller())
-        while left and tries < _MOST_TRIES:
-            layout = left.pop(0)
-            tries += 1
-            try:
-                found = trials.run(layout, finding.step).finding
-            except UserError:
-                continue
-            finally:
-                jax.clear_caches()
-            if found is not None:
-                report(f"smaller: {layout}")
-                finding, left = found, list(layout.smaller())
-        smallest.append(finding)
-    return smallest
+        finally:
+            jax.clear_caches()
+        if found is not None:
+            report(f"smaller: {layout}")
+            finding, left = found, list(layout.smaller())
+    return finding
 
 
 def _certificate(code: str, about: str, name: str, reference: Reference, done: list[Comparison],
-                 findings: list[Finding], more: JsonObject) -> JsonObject:
+                 finding: Finding | None, more: JsonObject) -> JsonObject:
     return {
-        "format": 1, "code": code, "config": about, "config_name": name, "proven": not findings,
-        "failure": f"{findings[0]}" if findings else "", "git_commit": git_commit(),
+        "format": 1, "code": code, "config": about, "config_name": name, "proven": finding is None,
+        "failure": f"{finding or ''}", "git_commit": git_commit(),
         "versions": {key: version_of(package) for key, package in runinfo.PACKAGES.items()} | {
             "python": platform.python_version()},
         "device_kind": jax.devices()[0].device_kind, "date": datetime.datetime.now(datetime.UTC).isoformat(

@@ -19,7 +19,7 @@ largest element of the array.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ class Reference:
     unit: float  # u
     start: TrainState
     missing: str = ""  # the operation for which there is no float64; then the mean of all runs takes its place
+    known: dict[float, list[Quantities]] = field(default_factory=dict)  # tolerances but for the partial sums, by t
 
     def tolerance(self, step: int, parts: int, compared: float) -> Quantities:
         """Return how far each element may be from the truth.
@@ -55,22 +56,30 @@ class Reference:
             compared: how many numbers the whole proof compares.
         """
         t = _student(REPLICAS, FALSE_ALARMS / 2 / compared)
-        return {key: self._of(self.truth[step][key], s, self.dtypes[key].dtype, t, parts)
-                for key, s in self.spread[step].items()}
+        if t not in self.known:
+            self.known[t] = [{key: self._of(truth[key], s, self.dtypes[key].dtype, t) for key, s in spread.items()}
+                             for truth, spread in zip(self.truth, self.spread, strict=True)]
+        return {key: allowed if not _is_float(self.dtypes[key]) else
+                allowed + self.unit * parts * np.abs(self.truth[step][key]).max(initial=0)
+                for key, allowed in self.known[t][step].items()}
 
-    def _of(self, truth: np.ndarray, s: np.ndarray, dtype: np.dtype, t: float, parts: int) -> np.ndarray:
+    def _of(self, truth: np.ndarray, s: np.ndarray, dtype: np.dtype, t: float) -> np.ndarray:
         if not jnp.issubdtype(dtype, jnp.floating):  # exact, except for codes of rounded numbers
             return np.full(s.shape, 2 * s.max(initial=0))
         size = np.abs(truth)
         kept = max(self.unit, float(jnp.finfo(dtype).eps) / 2)
         expected = np.sqrt((1 + 1 / REPLICAS) * (s**2 + (np.median(s) ** 2 if s.size else 0)))
         twice = t * expected / np.maximum(size + expected, np.finfo(np.float64).tiny)
-        return t * expected * (1 + twice) + self.unit * parts * size.max(initial=0) + 2 * kept * size
+        return t * expected * (1 + twice) + 2 * kept * size
 
     @property
     def size(self) -> int:
         """The number of numbers that all steps have."""
         return sum(x.size for step in self.truth for x in step.values())
+
+
+def _is_float(x: np.ndarray) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _student(freedom: int, chance: float) -> float:
@@ -94,18 +103,38 @@ def measure(run: Run, start: TrainState, batches: Sequence[PyTree], seed: int) -
         truth, missing = _in_float64(run, start, batches), ""
     except float64.NoFloat64 as error:
         truth, missing = [], f"{error}"
-    runs = [first, *(record(run, _moved(start, unit, rng), batches) for _ in range(REPLICAS - 1))]
-    steps = range(len(batches))
-    truth = truth or [{key: np.mean([_float(one.steps[n][key]) for one in runs], axis=0) for key in first.steps[n]}
-                      for n in steps]
-    spread = [{key: _root_mean_square([_float(one.steps[n][key]) - truth[n][key] for one in runs])
-               for key in first.steps[n]} for n in steps]
-    return Reference(truth, spread, {key: np.empty(0, x.dtype) for key, x in first.steps[0].items()}, unit, start,
-                     missing)
+    errors = [_Errors(step) for step in truth] or [_Errors(None) for _ in batches]
+    for n in range(REPLICAS):
+        one = first if n == 0 else record(run, _moved(start, unit, rng), batches)
+        for seen, step in zip(errors, one.steps, strict=True):
+            seen.add(step)
+    return Reference(truth or [seen.mean for seen in errors], [seen.spread for seen in errors],
+                     {key: np.empty(0, x.dtype) for key, x in first.steps[0].items()}, unit, start, missing)
 
 
-def _root_mean_square(errors: list[np.ndarray]) -> np.ndarray:
-    return np.sqrt(np.mean(np.square(errors), axis=0))
+class _Errors:
+    """The errors of several runs of a step, of which none is kept: around the truth, or else around their mean."""
+
+    def __init__(self, truth: Quantities | None):
+        self.truth, self.mean, self.squares, self.count = truth, {}, {}, 0
+
+    def add(self, step: Quantities) -> None:
+        """Count one run."""
+        self.count += 1
+        for key, x in step.items():
+            mean = self.mean.get(key, 0.0)
+            delta = _float(x) - (mean if self.truth is None else self.truth[key])
+            if self.truth is None:  # Welford's update
+                self.mean[key] = mean + delta / self.count
+                square = delta * (_float(x) - self.mean[key])
+            else:
+                square = delta**2
+            self.squares[key] = self.squares.get(key, 0.0) + square
+
+    @property
+    def spread(self) -> Quantities:
+        """The root mean square of the errors."""
+        return {key: np.sqrt(x / self.count) for key, x in self.squares.items()}
 
 
 def _float(x: np.ndarray) -> np.ndarray:

@@ -21,8 +21,17 @@ def virtual_devices(number: int) -> str:
 
 
 def use_virtual_devices(number: int) -> None:
-    """Have this process compute on so many virtual CPU devices, unless it has imported JAX already."""
+    """Have this process compute on so many virtual CPU devices, unless JAX has started in it already."""
+    flags = os.environ.get("XLA_FLAGS", "")
     if "jax" in sys.modules:
-        return
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {virtual_devices(number)}".strip()
+        import jax
+
+        try:
+            jax.config.update("jax_num_cpu_devices", number)
+        except RuntimeError:  # it has its devices
+            return
+        jax.config.update("jax_platforms", "cpu")
+        os.environ["XLA_FLAGS"] = f"{flags} {QUICKLY}".strip()
+    else:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = f"{flags} {virtual_devices(number)}".strip()

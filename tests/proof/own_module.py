@@ -21,7 +21,7 @@ ROWS, SEQ, WIDE, HIDDEN, EXPERTS, VOCAB = 32, 16, 8, 16, 8, 24
 BATCH = ("data", "fsdp", "expert")  # mesh axes that split rows
 ACTIVATION = P(BATCH, "context", None)
 
-BUGS = {  # name: (the mesh axis or key that shows it, what is wrong first, words of the hint)
+BUGS = {  # name: (the mesh axis or key that shows it, or any of several, what is wrong first, words of the hint)
     "mlp_without_psum": ("tensor", "loss", "tensor"),
     "mlp_summed_twice": ("tensor", "loss", "tensor"),
     "mlp_divided_by_axis_size": ("tensor", "loss", "tensor"),
@@ -38,11 +38,11 @@ BUGS = {  # name: (the mesh axis or key that shows it, what is wrong first, word
     "router_gradient_partial": ("expert", "gradient", "expert"),
     "router_gradient_replicated": ("expert", "gradient", "expert"),
     "balance_loss_by_wrong_axis_size": ("data", "loss", "data"),
-    "loss_averaged_over_devices": ("data", "loss", "data"),
+    "loss_averaged_over_devices": ("data|fsdp|context|expert", "loss", "split over it"),
     "loss_averaged_over_micro_batches": ("train.accumulation", "loss", "jt.Weighted"),
     "target_of_the_last_token_of_a_shard_lost": ("context", "loss", "context"),
-    "dropout_keyed_by_device": ("data", "loss", "data"),
-    "dropout_alike_on_all_devices": ("data", "loss", "data"),
+    "dropout_keyed_by_device": ("data|fsdp|context|expert", "loss", "split over it"),
+    "dropout_alike_on_all_devices": ("data|fsdp|context|expert", "loss", "split over it"),
     "initial_values_drawn_by_mesh": ("fsdp", "initial value", "must not depend on the mesh"),
     "clipped_by_local_norm": ("tensor", "optimizer state", "tensor"),
     "norm_counts_copies": ("tensor", "clip", "not split over `tensor` are counted once on each of its 2 devices"),

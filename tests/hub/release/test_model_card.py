@@ -42,8 +42,9 @@ def test_it_says_what_the_records_say(workdir):
         "license": "apache-2.0", "base_model": "base-7b", "datasets": ["Tale"]}
     for part in ("# tale-7b\n", "weights of step 20, begun with base-7b.", "| tokens | 5,120 |", "| mesh | fsdp 8 |",
                  "| Tale | ", "| CC0-1.0 |", "https://example.org/a\\|b", "| held-out text | loss | 1.2500 |",
-                 "| arc | acc | 0.5000 |", "| proof | On 20 layouts of devices, 3 steps have the numbers of one device (worst error "
-                 "0.23 of the tolerance; jaxtrain prove, code f00d, config beef) |", "90% had to pass: passed.", "| refusals | 9 of 10 |",
+                 "| arc | acc | 0.5000 |", "90% had to pass: passed.", "| refusals | 9 of 10 |",
+                 "| proof | On 20 layouts of devices, 3 steps have the numbers of one device (worst error 0.23 of the "
+                 "tolerance; jaxtrain prove, code f00d, config beef) |",
                  "AutoTokenizer.from_pretrained", '"steps": 30'):
         assert part in body, part
     assert "/secret" not in text and "9.0" not in text and "stderr" not in text and str(workdir.parent) not in text
