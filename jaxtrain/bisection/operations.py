@@ -132,6 +132,7 @@ Pair = tuple[jax.Array, Value]
 class _Evaluation:
     def __init__(self, layers: int, accumulation: int):
         self.trace, self.layers, self.accumulation = Trace(), layers, accumulation
+        self.source = ""  # of the call that is evaluated: what JAX's own functions compute says only that
 
     def given(self, x: Any) -> Pair:
         """Take an argument or a constant."""
@@ -163,7 +164,10 @@ class _Evaluation:
         if name in _CALLS:
             inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
             jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())
-            return self.evaluate(jaxpr, consts, args, place)
+            outer, self.source = self.source, source_of(eqn) or self.source
+            found = self.evaluate(jaxpr, consts, args, place)
+            self.source = outer
+            return found
         if name == "scan" and eqn.params["length"] <= LONG:
             return self._scan(eqn, args, place)
         if name == "cond":
@@ -174,7 +178,8 @@ class _Evaluation:
 
     def _made(self, eqn: core.JaxprEqn, name: str, args: list[Pair], found: Sequence[jax.Array],
               place: tuple[str, ...], constants: tuple[str, ...] | None = None) -> list[Pair]:
-        operation = Operation(name, place, f"{eqn.source_info.name_stack}", source_of(eqn),
+        operation = Operation(name, place, f"{eqn.source_info.name_stack}",
+                              source_of(eqn) or self.source or "a library",
                               _constants(eqn) if constants is None else constants, [value for _, value in args],
                               len(self.trace.operations))
         values = [_value(x, operation) for x in found]
@@ -250,12 +255,12 @@ def _constants(eqn: core.JaxprEqn) -> tuple[str, ...]:
 
 
 def source_of(eqn: core.JaxprEqn) -> str:
-    """Return where an operation was written: the innermost line that is not of JAX or Flax."""
+    """Return where an operation was written: the innermost line that is not of JAX or Flax; "": it is not known."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         if not frame.file_name.startswith((*_LIBRARIES, "<")):
             return f"{_short(frame.file_name)}:{frame.line_num} in {frame.function_name}"
-    return "a library"
+    return ""
 
 
 def _short(path: str) -> str:
