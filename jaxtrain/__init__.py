@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxtrain.api import build, plan, show
+    from jaxtrain.bisection.bisect import Parting, bisect
     from jaxtrain.checkpoint import CheckpointManager
     from jaxtrain.compile_cache import enable_compilation_cache
     from jaxtrain.config.load import load_config, make_config
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _NAMES = {  # module: what it gives
     "api": ["build", "plan", "show"],
+    "bisection.bisect": ["Parting", "bisect"],
     "checkpoint": ["CheckpointManager"],
     "compile_cache": ["enable_compilation_cache"],
     "config.load": ["load_config", "make_config"],
@@ -77,10 +79,10 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "BatchFunction", "BatchSource", "CheckpointManager", "Config", "Extension", "Generated", "MetricsWriter",
-    "NextToken", "Objective", "Observer", "Proof", "Rules", "Run", "Tracker", "TrainState", "TrainStep", "UserError",
-    "Weighted", "build", "constrain", "cross_entropy", "distillation", "enable_compilation_cache", "generate",
-    "load_config", "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "plot", "prove",
-    "rules", "sample", "show", "train", "with_adapters",
+    "NextToken", "Objective", "Observer", "Parting", "Proof", "Rules", "Run", "Tracker", "TrainState", "TrainStep",
+    "UserError", "Weighted", "bisect", "build", "constrain", "cross_entropy", "distillation",
+    "enable_compilation_cache", "generate", "load_config", "load_model", "make_config", "make_mesh", "make_model",
+    "make_train_step", "plan", "plot", "prove", "rules", "sample", "show", "train", "with_adapters",
 ]
 
 

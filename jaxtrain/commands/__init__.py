@@ -35,6 +35,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "runs": {
         "runs": "List, compare, tag and reproduce runs, and delete what they no longer need.",
+        "bisect": "Find the step and the operation at which two runs part.",
         "top": "Monitor runs in the terminal: loss, throughput, time left, events and processes.",
         "report": "Write a report of one or several runs as an HTML page, or serve it while they train.",
         "checkpoint": "List, verify and compare a run's checkpoints, or restore an earlier one.",

@@ -45,29 +45,35 @@ def _wide(dtype: DTypeLike) -> np.dtype:
     return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4) else dtype
 
 
-def _widen(x: ArrayLike) -> jax.Array:
+def widen(x: ArrayLike) -> jax.Array:
+    """Return an array with float64 for floating-point numbers."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # keys of random numbers
         return x
     return x.astype(_wide(x.dtype))
 
 
-def _dtype(atom: core.Var | core.Literal) -> np.dtype:
+def dtype_of(atom: core.Var | core.Literal) -> np.dtype:
+    """Return the dtype that a variable or a literal of a jaxpr has."""
     return getattr(atom.aval, "dtype")  # noqa: B009 (of an array, as all are here)
 
 
 def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[ArrayLike], args: Sequence[jax.Array]) -> list[jax.Array]:
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_widen, consts), strict=True))
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, map(widen, consts), strict=True))
     known |= zip(jaxpr.invars, args, strict=True)
 
     def read(atom: core.Var | core.Literal) -> jax.Array:
-        return _widen(np.asarray(atom.val, _dtype(atom))) if isinstance(atom, core.Literal) else known[atom]
+        return widen(np.asarray(atom.val, dtype_of(atom))) if isinstance(atom, core.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
-        rule = _RULES.get(eqn.primitive.name, _again)
-        found = rule(eqn, *map(read, eqn.invars))
-        known |= zip(eqn.outvars, found if isinstance(found, list | tuple) else [found], strict=True)
+        known |= zip(eqn.outvars, result_of(eqn, *map(read, eqn.invars)), strict=True)
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def result_of(eqn: core.JaxprEqn, *args: jax.Array) -> Sequence[jax.Array]:
+    """Return what one equation computes of arguments in float64."""
+    found = _RULES.get(eqn.primitive.name, _again)(eqn, *args)
+    return found if isinstance(found, list | tuple) else [found]
 
 
 def _again(eqn: core.JaxprEqn, *args: jax.Array) -> Values:
@@ -133,7 +139,7 @@ def _scatter(operation: Callable[..., jax.Array]) -> Rule:
 
 def _bits(eqn: core.JaxprEqn, x: jax.Array) -> jax.Array:
     """Reinterpret the bits that the number had; the result, if it is a number, goes on in float64."""
-    return _widen(eqn.primitive.bind(x.astype(_dtype(eqn.invars[0])), **eqn.params))
+    return widen(eqn.primitive.bind(x.astype(dtype_of(eqn.invars[0])), **eqn.params))
 
 
 def _same(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:

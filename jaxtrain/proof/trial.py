@@ -18,7 +18,7 @@ from jaxtrain.run import Extension, Run
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.state import TrainState
 
-_GRADIENT = "gradient of the proof"  # a metric of the step that no objective has
+GRADIENTS = "gradient of the proof"  # a metric of the step that no objective has
 
 # The kinds of numbers that a step computes, in the order in which each follows from those before.
 LOSS, GRADIENT, NORM, UPDATE, OPTIMIZER, EXTRA, FROZEN, COUNTER, METRIC = (
@@ -47,7 +47,7 @@ class _Seen(Extension):
     def around_gradient(self, gradient: StateGradient) -> StateGradient:
         def seen(state: TrainState, batch: PyTree):
             (total, weight, further), grads = gradient(state, batch)
-            of_hooks = further.get("of_hooks", {}) | {_GRADIENT: grads}
+            of_hooks = further.get("of_hooks", {}) | {GRADIENTS: grads}
             return (total, weight, further | {"of_hooks": of_hooks}), grads
         return seen
 
@@ -111,11 +111,11 @@ def record(run: Run, start: TrainState, batches: Sequence[PyTree]) -> Record:
 def quantities(state: TrainState, metrics: JsonMapping) -> Quantities:
     """Return by name what a step has computed."""
     found: Quantities = {Quantity(LOSS): np.asarray(metrics["loss"]), Quantity(NORM): np.asarray(metrics["grad_norm"])}
-    for kind, tree in ((GRADIENT, metrics[_GRADIENT]), (OPTIMIZER, state.opt_state), (UPDATE, state.params),
+    for kind, tree in ((GRADIENT, metrics[GRADIENTS]), (OPTIMIZER, state.opt_state), (UPDATE, state.params),
                        (EXTRA, state.extras), (FROZEN, state.frozen),
                        (COUNTER, {"step": state.step, "skipped": state.skipped})):
         found |= {Quantity(kind, name): np.asarray(leaf) for name, leaf in named(tree)}
-    others = {name: x for name, x in metrics.items() if name not in ("loss", "grad_norm", "skipped", _GRADIENT)}
+    others = {name: x for name, x in metrics.items() if name not in ("loss", "grad_norm", "skipped", GRADIENTS)}
     return found | {Quantity(METRIC, name): np.asarray(leaf) for name, leaf in named(others)}
 
 

@@ -1,0 +1,1 @@
+"""Find where two runs part: the step, and the operation in it."""

@@ -1,0 +1,227 @@
+"""`jt.bisect`: find the first step at which two runs part, and what in it is the cause.
+
+The causes are looked for in the order in which they could have had an effect: initial values, batches, operations of
+the step (compared in float64 on one device, where rounding explains nothing), the mesh, and what is recorded but not
+what the step computes. If none is found, rounding is the cause.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.base.annotations import JsonMapping, JsonObject
+from jaxtrain.bisection import first_difference
+from jaxtrain.bisection.first_difference import Difference
+from jaxtrain.bisection.operations import Operation
+from jaxtrain.bisection.sides import Side, keys_that_differ, shapes_of
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import UserError
+from jaxtrain.proof.float64 import NoFloat64
+
+SAME, INITIAL, BATCH, STATE, OPERATION, MESH, RECORD, ROUNDING, UNKNOWN = (
+    "the same", "initial values", "batch", "state", "operation", "mesh", "record", "rounding", "unknown")
+JUMP = 30  # times larger than before: how the difference of two runs grows by no rounding
+APART = 1e-4  # relative: what a step that is made again may be off on another machine
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two runs part, and why."""
+
+    cause: str
+    step: int  # from 1: the first one that differs; 0: none, or their initial values do
+    text: str
+    keys: list[str] = field(default_factory=list)  # of the configs, that differ
+    operations: list[JsonObject] = field(default_factory=list)  # of the first and of the second run
+    results: list[str] = field(default_factory=list)  # what of the step differs
+
+    def __str__(self) -> str:
+        return "\n".join([self.text, *["in the configs differ " + "; ".join(self.keys)] * bool(self.keys)])
+
+    __repr__ = __str__
+
+    def as_json(self) -> JsonObject:
+        """Return it as JSON."""
+        return dataclasses.asdict(self)
+
+
+def bisect(a: "str | Path | Config", b: "str | Path | Config", *, steps: int = 20,
+           parts: tuple[JsonMapping, JsonMapping] = ({}, {}),
+           report: Callable[[str], None] = lambda text: None) -> Parting:
+    """Find where two runs part.
+
+    Args:
+        a: the workdir of a run, or a config.
+        b: another one.
+        steps: how many steps to make where one of them is a config, which has recorded none.
+        parts: what else `jt.build` was given for each: model, loss_fn, optimizer, data, objective, extensions.
+        report: called with a line of text at each stage.
+    """
+    sides = [Side.of(source, letter if isinstance(source, Config) else f"{source}", own)
+             for source, letter, own in zip((a, b), "AB", parts, strict=True)]
+    return bisect_sides(sides[0], sides[1], steps, report)
+
+
+def bisect_sides(a: Side, b: Side, steps: int, report: Callable[[str], None]) -> Parting:
+    """Find where two runs part; see `bisect`."""
+    if steps < 1:
+        raise UserError("steps", f"{steps} is too few", "give 1 or more")
+    return _Search(a, b, report, steps).found()
+
+
+@dataclass
+class _Search:
+    a: Side
+    b: Side
+    report: Callable[[str], None]
+    steps: int
+
+    def found(self) -> Parting:
+        self.keys = keys_that_differ(self.a.config, self.b.config)
+        before, parted, jump = self._parted()
+        if not parted:
+            return self._parting(SAME, 0, f"the runs have the same numbers, to the last bit, for {before} steps")
+        self.report(f"the recorded numbers differ from step {parted} on" + (
+            f", and by far more than before at step {jump}" if jump else ""))
+        return (self._initial() or self._batch(before, parted) or self._by_operations(parted, jump)
+                or self._by_mesh(parted) or self._by_record(before, parted, jump)
+                or self._parting(ROUNDING, parted, f"the runs part at step {parted} by rounding only: initial values "
+                                 "and batches are the same, and in float64 so is every result of the step"))
+
+    def _parting(self, cause: str, step: int, text: str, **more: list) -> Parting:
+        return Parting(cause, step, text, self.keys, **more)
+
+    # --------------------------------------------------------------------------------------------------- the step
+    def _parted(self) -> tuple[int, int, int]:
+        """Return the last step that is the same, the first one that is not, and one at which the difference jumps."""
+        mine, theirs = self._lines()
+        common = sorted(mine.keys() & theirs.keys())
+        if not common:
+            raise UserError(self.b.name, f"it and {self.a.name} have recorded no step in common",
+                            "compare runs of the same steps")
+        before, parted, jump, largest, most = 0, 0, 0, 1e-7, float(JUMP)
+        for step in common:
+            if not parted and mine[step] == theirs[step]:
+                before = step
+                continue
+            parted = parted or step
+            away = _apart(mine[step], theirs[step])
+            if step != parted and away > most * largest:
+                jump, most = step, away / largest
+            largest = max(largest, away)
+        return before, parted, jump
+
+    def _lines(self) -> tuple[Mapping[int, Mapping[str, float]], ...]:
+        if self.a.recorded and self.b.recorded:
+            return self.a.lines, self.b.lines
+        count = min(self.steps, *(side.last for side in (self.a, self.b)))
+        self.report(f"making {count} steps of each")
+        return tuple(dict(enumerate(side.made_again(0, count), start=1)) for side in (self.a, self.b))
+
+    # ---------------------------------------------------------------------------------------------- initial values
+    def _initial(self) -> Parting | None:
+        mine, theirs = self.a.start, self.b.start
+        if missing := sorted(mine.keys() ^ theirs.keys()):
+            return self._parting(INITIAL, 0, f"the models have other parameters: {missing[0]} is in one of them only",
+                                 results=missing)
+        wrong = [name for name in mine if not np.array_equal(mine[name], theirs[name])]
+        return self._parting(INITIAL, 0, f"the runs begin with other values of {_list(wrong)}",
+                             results=wrong) if wrong else None
+
+    # -------------------------------------------------------------------------------------------------------- batches
+    def _batch(self, before: int, parted: int) -> Parting | None:
+        for step in range(before, parted):
+            mine, theirs = self.a.batch(step), self.b.batch(step)
+            wrong = [name for name in mine if name not in theirs or not np.array_equal(mine[name], theirs[name])]
+            if wrong:
+                return self._parting(BATCH, step + 1, f"the batch of step {step + 1} is another one: "
+                                     f"{_where(mine[wrong[0]], theirs.get(wrong[0]), wrong[0])}; jaxtrain inspect "
+                                     f"--step={step} shows it", results=wrong)
+        return None
+
+    # ----------------------------------------------------------------------------------------------------- operations
+    def _by_operations(self, parted: int, jump: int) -> Parting | None:
+        last = min(self.a.last, self.b.last)
+        # The update before shows in the loss of a step; and a learning rate of 0 hides what an optimizer does.
+        for step in dict.fromkeys([*[parted - 1] * (parted > 1), parted, *[jump] * bool(jump), last]):
+            self.report(f"comparing the operations of step {step} in float64")
+            state, batch = self.a.state(step - 1), self.a.batch(step - 1)
+            mine, theirs = shapes_of(state), self.b.arrays()
+            if wrong := sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)):
+                return self._parting(STATE, step, f"the states of the runs have other arrays: {_list(wrong)}",
+                                     results=wrong)
+            try:
+                traces = [side.traced(state, batch) for side in (self.a, self.b)]
+            except NoFloat64 as error:
+                return self._parting(UNKNOWN, parted, f"the runs part at step {parted}; {error} cannot be computed in "
+                                     "float64, so that operations are not compared")
+            if found := first_difference.difference(*traces):
+                return self._of(found, step)
+        return None
+
+    def _of(self, found: Difference, step: int) -> Parting:
+        sides = [(side, one) for side, one in zip((self.a, self.b), found.of, strict=True) if one]
+        told = [f"  {side.name}: {f'{one.where}: ' if one.where else ''}{one}" for side, one in sides]
+        return self._parting(OPERATION, step, "\n".join([
+            f"the runs part in step {step}, where {_list(found.results)} differ{'s' * (len(found.results) == 1)}; the "
+            "first operation that does:", *told]), operations=[_as_json(one) for one in found.of],
+            results=found.results)
+
+    # ----------------------------------------------------------------------------------------------------------- mesh
+    def _by_mesh(self, parted: int) -> Parting | None:
+        """Compare the step on both meshes with float64, by what rounding explains."""
+        if self.a.placement == self.b.placement:
+            return None
+        self.report(f"comparing the meshes at step {parted}")
+        state, batch = self.a.state(parted - 1), self.a.batch(parted - 1)
+        for side in (self.a, self.b):
+            if found := side.wrong_on_mesh(state, batch):
+                return self._parting(MESH, parted, f"{side.name} does not compute the numbers of one device {found[0]}",
+                                     results=found[1])
+        return None
+
+    # --------------------------------------------------------------------------------------------------------- record
+    def _by_record(self, before: int, parted: int, jump: int) -> Parting | None:
+        """Make the recorded steps again: what does not come out was not computed from what is there."""
+        for step in dict.fromkeys([parted, *[jump] * bool(jump)]):
+            for side in (self.a, self.b):
+                if side.recorded is None:
+                    continue
+                since = side.checkpoint(min(before, step - 1))
+                self.report(f"making steps {since + 1} to {step} of {side.name} again")
+                made = dict(enumerate(side.made_again(since, step), start=since + 1))
+                for one in sorted(made.keys() & side.lines.keys()):
+                    if _apart(made[one], side.lines[one]) > APART:
+                        return self._parting(RECORD, one, f"{side.name} does not compute what it recorded at step "
+                                             f"{one}: loss {side.lines[one]['loss']:.8g} is recorded, and "
+                                             f"{made[one]['loss']:.8g} comes out of its state after step {since}; its "
+                                             "state was changed by something else, such as a faulty device")
+        return None
+
+
+def _apart(mine: Mapping[str, float], theirs: Mapping[str, float]) -> float:
+    """Return the largest relative difference of two lines."""
+    pairs = [(mine[name], theirs[name]) for name in mine.keys() & theirs.keys()]
+    return max([abs(x - y) / max(abs(x), abs(y), 1e-30) if np.isfinite([x, y]).all() else float(
+        not (x == y or (np.isnan(x) and np.isnan(y)))) for x, y in pairs], default=0.0)
+
+
+def _where(mine: np.ndarray, theirs: np.ndarray | None, name: str) -> str:
+    if theirs is None or mine.shape != theirs.shape:
+        return f"its {name} have the shape {mine.shape}, and {None if theirs is None else theirs.shape}"
+    at = np.argwhere(mine != theirs)
+    rows = sorted({int(place[0]) for place in at})
+    return (f"{name} differ in {len(rows)} of {len(mine)} rows, first in row {rows[0]} at position "
+            f"{int(at[0][1]) if at.shape[1] > 1 else 0}")
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+
+
+def _as_json(one: Operation | None) -> JsonObject:
+    return {} if one is None else {"name": one.name, "where": one.where, "source": one.source,
+                                   "constants": list(one.constants), "stack": one.stack}
