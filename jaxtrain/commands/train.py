@@ -71,6 +71,8 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
                              "the run in the workdir was started with; the change is recorded in run.json")
     parser.add_argument("--adopt", action="store_true",
                         help="resume from the newest checkpoint in the workdir even if it belongs to another run")
+    parser.add_argument("--compiled", metavar="FOLDER",
+                        help="start with the programs that jaxtrain compile wrote, in place of compiling them")
     add_process_flags(parser)
     parser.group("resuming a run", "may_change", "adopt")
     flags, rest = parser.parse_known_args(argv)
@@ -124,7 +126,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
 
         resolved = elastic.here(resolved, workdir_of(flags))
     train(resolved, workdir_of(flags), may_change=flags.may_change, adopt=flags.adopt,
-          config_name=redacted(flags.config))
+          config_name=redacted(flags.config), compiled=flags.compiled)
     return exit_codes.DONE
 
 

@@ -44,7 +44,8 @@ from jaxtrain.trainer.shutdown import complete
 def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,
           optimizer: optax.GradientTransformation | None = None, data: BatchSource | None = None,
           observers: Sequence[Observer | Tracker] = (),
-          may_change: Sequence[str] = (), adopt: bool = False, config_name: str = "") -> TrainState:
+          may_change: Sequence[str] = (), adopt: bool = False, config_name: str = "",
+          compiled: str | Path | None = None) -> TrainState:
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; return the final state.
 
     With `train.patience` the run may end earlier, at an evaluation.
@@ -57,6 +58,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         may_change: keys such as "train.steps" that may differ from those that the run in `workdir` was begun with.
         adopt: go on from the newest checkpoint in `workdir` even if it belongs to another run.
         config_name: what run.json calls the config, such as "configs/gpt.py:tiny".
+        compiled: the folder of programs that `jaxtrain compile` wrote, in place of compiling them here.
 
     Raises:
         Interrupted: SIGINT or SIGTERM was received; everything done so far is saved.
@@ -82,6 +84,10 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
             lambda config: build(config, objective=objective or configured, optimizer=optimizer, data=data),
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer))), Path(workdir))
         say(preflight.check(run))
+        if compiled:
+            from jaxtrain.precompiled import loading  # few runs are compiled ahead
+
+            say(loading.load(run, compiled))
         processes.connect(limits.start_limit)
         runinfo.make_workdir(workdir)
         with session_of(run, Path(workdir), watchdog, ledger, *tracked.apart(observers), may_change, adopt,
