@@ -46,14 +46,15 @@ def compile_into(folder: Path, config: Config, target: Target, devices: list[jax
                  tell: Tell = lambda *_: None) -> None:
     """Compile what a run of this config needs on these devices of a target, and write the signed folder."""
     signed_folder.need_secret()
-    run, devices = run_on(config, target, devices)
+    run, mesh = run_on(config, target, devices)
+    devices = list(mesh.devices.flat)
     made_for = requirements.of(run, devices)
-    programs.wanted(run)  # refused before anything is written
+    programs.wanted(run, mesh)  # refused before anything is written
     signed_folder.check_free(folder, overwrite)
 
     def made() -> Iterator[tuple[str, Json, bytes]]:
         began = time.perf_counter()
-        for one, compiled in programs.compile_for(run, devices):
+        for one, compiled in programs.compile_for(run, mesh):
             content = executables.serialized(compiled, devices)
             tell(one.title, time.perf_counter() - began, len(content))
             yield one.name, one.shape, content
@@ -63,8 +64,8 @@ def compile_into(folder: Path, config: Config, target: Target, devices: list[jax
         signed_folder.write(folder, made_for, made())
 
 
-def run_on(config: Config, target: Target, devices: list[jax.Device]) -> tuple[Run, list[jax.Device]]:
-    """Return the run on an abstract mesh of these devices of a target, and the devices in the order of the mesh."""
+def run_on(config: Config, target: Target, devices: list[jax.Device]) -> tuple[Run, jax.sharding.Mesh]:
+    """Return the run on an abstract mesh for these devices of a target, and the mesh that this one stands for."""
     for key, chosen in (("mesh.auto", config.mesh.auto), ("train.remat", config.train.remat == AUTO)):
         if chosen:
             raise UserError(key, "what is chosen at the start of a run is not known before it",
@@ -75,4 +76,4 @@ def run_on(config: Config, target: Target, devices: list[jax.Device]) -> tuple[R
     # As the planner does: on described GPUs, which have no host memory, concrete shardings would lose it.
     run = with_known_length(lambda config: for_run(build(config, mesh=mesh.abstract_mesh, platform=target.described)),
                             config)
-    return run, list(mesh.devices.flat)
+    return run, mesh

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from jaxtrain.errors import UserError
 from jaxtrain.precompiled import executables, programs, requirements, signed_folder
@@ -17,8 +18,9 @@ def load(run: Run, folder: str | Path) -> str:
     Raises:
         UserError: the folder is not signed with the run's secret, or was compiled for something else.
     """
-    began, folder, devices = time.perf_counter(), Path(folder), requirements.devices_of(run)
-    wanted, manifest = programs.wanted(run), signed_folder.read(folder)
+    assert isinstance(run.mesh, Mesh)
+    began, folder, devices = time.perf_counter(), Path(folder), list(run.mesh.devices.flat)
+    wanted, manifest = programs.wanted(run, run.mesh), signed_folder.read(folder)
     if other := requirements.difference(manifest["made_for"], requirements.of(run, devices)):
         raise UserError("--compiled", f"{folder} was compiled {other}", signed_folder.AGAIN)
     entries = {(entry["name"], json.dumps(entry["batch"])): entry for entry in manifest["programs"]}
@@ -27,7 +29,7 @@ def load(run: Run, folder: str | Path) -> str:
             raise UserError("--compiled", f"{folder} has no {one.title}", signed_folder.AGAIN)
         content = signed_folder.content(folder, entry)
         try:
-            run.sharded.programs[one.key] = executables.loaded(content, devices)
+            one.use(executables.loaded(content, devices))
         except jax.errors.JaxRuntimeError as error:
             raise UserError("--compiled", f"{folder / entry['file']} cannot run on these devices "
                             f"({f'{error}'.splitlines()[0]})", signed_folder.AGAIN) from error

@@ -1,17 +1,23 @@
 """The programs that a run needs before, or soon after, its first step: compiled for devices, and put into a run."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxtrain.base.annotations import Json
+from jaxtrain.checkpoint import fingerprint
+from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.errors import UserError
-from jaxtrain.run import INIT, Run, identity, shapes_of
+from jaxtrain.resilience.corruption.device_hashes import lower_hashes
+from jaxtrain.resilience.corruption.replicas import has_copies
+from jaxtrain.run import INIT, REPLICAS, Run, identity, shapes_of
 from jaxtrain.run.shapes import AbstractBatch, DeclaredShapes
 from jaxtrain.train_step.compiler_options import compiled
-from jaxtrain.train_step.sharded_step import program_key
+from jaxtrain.train_step.sharded_step import at, program_key
 
 
 @dataclass(frozen=True)
@@ -20,8 +26,9 @@ class Wanted:
 
     name: str
     batch: AbstractBatch | None  # None: it does not depend on one
-    key: Hashable  # in `ShardedStep.programs`
-    lower: Callable[[], jax.stages.Lowered]
+    lower: Callable[[Mesh], jax.stages.Lowered]
+    use: Callable[[jax.stages.Compiled], None]  # lets the run have it
+    of_step: bool = True  # whether it is compiled with the step's options
 
     @property
     def shape(self) -> Json:
@@ -34,29 +41,42 @@ class Wanted:
         return f"{self.name} of {_rows(self.shape)}" if self.batch else self.name
 
 
-def wanted(run: Run) -> list[Wanted]:
-    """Return the programs that this run needs, one step for each shape of batch that its config declares."""
+def wanted(run: Run, mesh: Mesh) -> list[Wanted]:
+    """Return the programs that this run needs on a mesh, one step for each shape of batch that its config declares."""
     if identity.has_own_parts(run):
         raise UserError("--compiled", "the model, the objective, the optimizer or an extension is your own, and it is "
                         "not known whether their code is the same", "leave it out")
     shapes, sharded = shapes_of(run), run.sharded
     assert isinstance(shapes, DeclaredShapes)
-    evaluated = shapes.abstract()
-    return [Wanted("init", None, INIT, run.lower_init),
-            *(Wanted("step", batch, program_key("step", batch), lambda batch=batch: sharded.lower(batch))
-              for batch in shapes.declared()),
-            *([Wanted("evaluation", evaluated, program_key("evaluation", evaluated),
-                      lambda: sharded.lower_evaluation(evaluated))] if run.data is None else [])]
+
+    def of_batch(name: str, batch: AbstractBatch, lower: Callable[..., jax.stages.Lowered]) -> Wanted:
+        return Wanted(name, batch, partial(lower, batch),
+                      partial(sharded.programs.__setitem__, program_key(name, batch)))
+
+    def of_state(name: str, lower: Callable[[Mesh], jax.stages.Lowered]) -> Wanted:
+        return Wanted(name, None, lower, partial(sharded.programs.__setitem__, name), of_step=False)
+
+    found = [of_state(INIT, run.lower_init),
+             *(of_batch("step", batch, sharded.lower) for batch in shapes.declared())]
+    if run.data is None:  # others have no evaluation split
+        found.append(of_batch("evaluation", shapes.abstract(), sharded.lower_evaluation))
+    here = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at(mesh, x.sharding)), run.abstract)
+    if run.config.resilience.check_every and has_copies(here):
+        found.append(of_state(REPLICAS, lambda mesh: lower_hashes(run.abstract, mesh, sharded.platforms)))
+    flat = flatten(run.abstract)
+    return [*found, Wanted("checkpoint sums", None, lambda mesh: fingerprint.lower(flat, mesh, sharded.platforms),
+                           partial(fingerprint.use, flat), of_step=False)]
 
 
-def compile_for(run: Run, devices: Sequence[jax.Device]) -> Iterator[tuple[Wanted, jax.stages.Compiled]]:
-    """Compile the programs of a run on an abstract mesh for these devices, which need not be here."""
-    for one in wanted(run):
+def compile_for(run: Run, mesh: Mesh) -> Iterator[tuple[Wanted, jax.stages.Compiled]]:
+    """Compile the programs of a run on an abstract mesh for the devices of this one, which need not be here."""
+    devices = list(mesh.devices.flat)
+    for one in wanted(run, mesh):
         with run.sharded.context():
-            options = run.sharded.options_on(devices) if one.batch else {}  # as at the start of a run
+            options = run.sharded.options_on(devices) if one.of_step else {}
             if devices[0].platform == "gpu" and jax.default_backend() == "cpu":
                 options["xla_gpu_autotune_level"] = "0"  # to choose kernels by their speed takes the GPU
-            yield one, compiled(one.lower(), options, devices)
+            yield one, compiled(one.lower(mesh), options)
 
 
 def _rows(shape: Json) -> str:

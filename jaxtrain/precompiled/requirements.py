@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 import jaxtrain
 from jaxtrain import compile_cache
@@ -26,7 +24,7 @@ _OF_JAX = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionabl
 _FREE: dict[str, frozenset[str] | None] = {
     "checkpoint": None, "evaluation": None, "observe": None,
     "mesh": frozenset({"data", "fsdp", "stage", "context", "expert", "tensor", "auto", "hsdp"}),
-    "data": frozenset({"source", "tokenizer", "cache_dir", "cache_bytes", "corrupt", "prefetch", "workers"}),
+    "data": frozenset({"source", "seed", "eval_fraction", "tokenizer", "cache_dir", "cache_bytes", "corrupt", "prefetch", "workers"}),
     "train": frozenset({"log_every", "eval_every", "eval_batches", "patience", "sample_tokens", "progress",
                         "check_memory", "epochs"}),
 }
@@ -79,12 +77,6 @@ def difference(there: JsonMapping, here: JsonMapping) -> str:
         if one != other:
             return f"for another config: {name} is {one} there and {other} here"
     return ""
-
-
-def devices_of(run: Run) -> list[jax.Device]:
-    """Return the devices of a run, in the order of its mesh."""
-    assert isinstance(run.mesh, Mesh)
-    return list(np.ravel(run.mesh.devices))
 
 
 def _free(section: str, key: str) -> bool:

@@ -33,14 +33,14 @@ from jaxtrain.run.validation import Refusal
 from jaxtrain.sharding.axis_rules import AnyMesh
 from jaxtrain.train_step import given_params, partition, precision
 from jaxtrain.train_step.hooks import StepHooks, extras_of
-from jaxtrain.train_step.sharded_step import ShardedStep
+from jaxtrain.train_step.sharded_step import ShardedStep, at
 from jaxtrain.train_step.state import GivenBatch, Layout, Metrics, Params, Skeleton, TrainState, initial_state
 
 if TYPE_CHECKING:  # few runs need them
     from jaxtrain.data.loading.grain_datasets.batch_dataset import BatchDataset
     from jaxtrain.run.own_model import OwnModel
 
-INIT = "init"  # the key in `ShardedStep.programs` of what makes the state at step 0
+INIT, REPLICAS = "init", "replica hashes"  # keys in `ShardedStep.programs`, for what makes the first state, and hashes
 
 
 @dataclass(frozen=True)
@@ -301,17 +301,16 @@ class Run:
             return self.own.shapes(batches)
         return DeclaredShapes(self.config, self.layout, cast(ModelLoss, self.sharded.computation), batches)
 
-    def lower_init(self) -> jax.stages.Lowered:
-        """The program that makes the state at step 0 from a seed, traced and lowered for this mesh."""
-        return self._jitted_init.trace(np.int64(0)).lower(lowering_platforms=self.sharded.platforms)
+    def lower_init(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Lowered:
+        """The program that makes the state at step 0 from a seed, traced and lowered as the step in `lower` is."""
+        return self._jitted_init(on).trace(np.int64(0)).lower(lowering_platforms=self.sharded.platforms)
 
-    @cached_property
-    def _jitted_init(self):
+    def _jitted_init(self, on: jax.sharding.Mesh | None = None) -> Any:
         """seed -> TrainState."""
         # Integers and one product each (layers.bell): exact at any level, and on CPU four times as fast to compile.
         kind = (self.sharded.platforms or (jax.default_backend(),))[0]
         quick = {"xla_backend_optimization_level": 0} if kind == "cpu" else None
-        return jax.jit(self._init, out_shardings=self.layout.state, compiler_options=quick)
+        return jax.jit(self._init, out_shardings=at(on, self.layout.state), compiler_options=quick)
 
     # -------------------------------------------------------------------------------------------------------- the data
     @cached_property
@@ -394,7 +393,7 @@ class Run:
         elif INIT in (programs := self.sharded.programs):  # a rollback to step 0 runs it again
             state = programs[INIT](number)
         elif meanwhile is None:
-            state = self._jitted_init(number)
+            state = self._jitted_init()(number)
         else:
             lowered = self.lower_init()
 

@@ -6,7 +6,7 @@ devices (`tools/benchmarks/bench_hlo.py`); none was measured on a GPU.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 
@@ -53,15 +53,10 @@ def compiler_options(platform: str, changes: Options, tensor: int = 1, fp8: bool
     return {name: value for name, value in options.items() if value != ""}
 
 
-def compiled(lowered: jax.stages.Lowered, options: Options,
-             devices: Sequence[jax.Device] | None = None) -> jax.stages.Compiled:
-    """Compile a program with these options, and refuse in one sentence those that the compiler does not take.
-
-    `devices`: those of a program that was lowered for an abstract mesh, in the order of the mesh.
-    """
-    where = {} if devices is None else {"device_assignment": tuple(devices)}
+def compiled(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compiled:
+    """Compile a program with these options, and refuse in one sentence those that the compiler does not take."""
     try:
-        return lowered.compile(compiler_options=dict(options) or None, **where)
+        return lowered.compile(compiler_options=dict(options) or None)
     except jax.errors.JaxRuntimeError as error:
         sentence = f"{error}".splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         if "compile option" not in sentence and "While setting option" not in sentence:

@@ -26,7 +26,7 @@ from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
-from jaxtrain.run import Run, compiled_step, for_run, identity, runinfo, shapes_of
+from jaxtrain.run import REPLICAS, Run, compiled_step, for_run, identity, runinfo, shapes_of
 from jaxtrain.run.made_of_sections import configured
 from jaxtrain.train_step.hooks import extras_of
 from jaxtrain.train_step.state import TrainState
@@ -164,7 +164,8 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     patience = begun.patience
     with session.phase("compile"):
         suspects = SuspectDevices(workdir)
-        replicas, replays = Replicas(run.abstract, r.check_every, suspects), Replays(r.replay_every, suspects)
+        replicas = Replicas(run.abstract, r.check_every, suspects, run.sharded.programs.get(REPLICAS))
+        replays = Replays(r.replay_every, suspects)
     policy = SavePolicy(c, ledger, checkpoints.writing, checkpoints.failed)
 
     with (
