@@ -49,7 +49,7 @@ def write(folder: Path, made_for: JsonObject, programs: Iterable[tuple[str, Json
     """
     entries = []
     for number, (name, shape, content) in enumerate(programs):
-        file = f"{number:03}-{name.replace(" ", "-")}.program"
+        file = f"{number:03}-{name.replace(' ', '-')}.program"
         with atomic_files.written(folder / file, shared=False) as out:
             out.write(content)
         entries.append({"name": name, "batch": shape, "file": file, "bytes": len(content),
