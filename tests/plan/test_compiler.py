@@ -5,17 +5,17 @@ import types
 import pytest
 
 from jaxtrain.plan import targets
-from jaxtrain.plan.compiler import capability, _torus, memory_of
+from jaxtrain.plan.compiler import _torus, capability, memory_of
 
 
 @pytest.mark.parametrize(("described", "can"), [("cuda:9", [True, True, False]), ("cuda:8", [True, False, False])])
 def test_the_described_gpu_says_what_cudnn_can_do(described, can):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    before = cudnn.check_computecapability
+    before = cudnn.check_compute_capability
     with capability(described):
-        assert [cudnn.check_computecapability(needed) for needed in ("8.0", "9.0", "10.0")] == can
-    assert cudnn.check_computecapability is before
+        assert [cudnn.check_compute_capability(needed) for needed in ("8.0", "9.0", "10.0")] == can
+    assert cudnn.check_compute_capability is before
 
 
 @pytest.mark.parametrize(("on_hosts", "peak"), [(0, 70), (60, 54)])
