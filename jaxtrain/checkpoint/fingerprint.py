@@ -5,13 +5,13 @@ A fingerprint is the two sums of `jaxtrain/sharding/bit_sums.py` over the whole 
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.sharding.bit_sums import bit_sums, device_sums
 
 Words = tuple[int, int]
@@ -44,19 +44,19 @@ def on_device(flat: Mapping[str, jax.Array]) -> dict[str, Parts]:
     return _first_copies(flat, sums)
 
 
-def lower(flat: Mapping[str, Any], on: Mesh, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
+def lower(flat: Mapping[str, AnyArray], on: Mesh, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
     """Return what sums such arrays, which are abstract and lie on one mesh, traced and lowered for these devices."""
     where = tuple(x.sharding for x in flat.values())
     program = jax.jit(lambda arrays: _sums(arrays, where), out_shardings=NamedSharding(on, P(on.axis_names)))
     return program.trace(list(flat.values())).lower(lowering_platforms=platforms)
 
 
-def use(flat: Mapping[str, Any], program: jax.stages.Compiled) -> None:
+def use(flat: Mapping[str, AnyArray], program: jax.stages.Compiled) -> None:
     """Sum such arrays by a program that was compiled before."""
     _compiled[_kind(flat)] = program
 
 
-def _kind(flat: Mapping[str, Any]) -> Hashable:
+def _kind(flat: Mapping[str, AnyArray]) -> Hashable:
     return tuple((path, x.shape, x.dtype, x.sharding) for path, x in flat.items())
 
 

@@ -1,4 +1,4 @@
-"""Compile a run's programs ahead of time, for this machine or for accelerators that are not here.
+"""Compile a run's programs ahead of time, for other machines too.
 
     jaxtrain compile configs/gpt.py:tiny --output=compiled
     jaxtrain compile configs/llama3_8b.py --target=h100x64 --output=compiled

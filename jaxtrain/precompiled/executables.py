@@ -7,7 +7,6 @@ are loaded, and nothing else may call `loaded`.
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -42,7 +41,7 @@ class _Unpickler(serialize_executable._JaxPjrtUnpickler):
         self._devices, self._moved = devices, [device.id for device in devices] != numbers
         self.devices_by_id = dict(zip(numbers, devices, strict=True))
 
-    def persistent_load(self, pid: tuple[Any, ...]) -> Any:
+    def persistent_load(self, pid: tuple) -> object:
         if pid[0] != "exec" or not self._moved:
             return super().persistent_load(pid)
         options = compiler.get_compile_options(

@@ -17,7 +17,7 @@ from jaxtrain.resilience.corruption.replicas import has_copies
 from jaxtrain.run import INIT, REPLICAS, Run, identity, shapes_of
 from jaxtrain.run.shapes import AbstractBatch, DeclaredShapes
 from jaxtrain.train_step.compiler_options import compiled
-from jaxtrain.train_step.sharded_step import at, program_key
+from jaxtrain.train_step.sharded_step import on_mesh, program_key
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def wanted(run: Run, mesh: Mesh) -> list[Wanted]:
              *(of_batch("step", batch, sharded.lower) for batch in shapes.declared())]
     if run.data is None:  # others have no evaluation split
         found.append(of_batch("evaluation", shapes.abstract(), sharded.lower_evaluation))
-    here = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at(mesh, x.sharding)), run.abstract)
+    here = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=on_mesh(mesh, x.sharding)), run.abstract)
     if run.config.resilience.check_every and has_copies(here):
         found.append(of_state(REPLICAS, lambda mesh: lower_hashes(run.abstract, mesh, sharded.platforms)))
     flat = flatten(run.abstract)
@@ -80,5 +81,5 @@ def compile_for(run: Run, mesh: Mesh) -> Iterator[tuple[Wanted, jax.stages.Compi
 
 
 def _rows(shape: Json) -> str:
-    rows = max((sizes[1:] for sizes in shape.values()), key=len)
-    return " x ".join(map(str, rows))
+    sizes: list[list[int]] = [leaf[1:] for leaf in shape.values()]
+    return " x ".join(map(str, max(sizes, key=len)))

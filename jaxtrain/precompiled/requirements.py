@@ -1,15 +1,13 @@
-"""What compiled programs depend on, and the sentence that names the first of it that differs at the start of a run."""
+"""Compare what compiled programs depend on with what a run has, and name the first difference in a sentence."""
 
 import hashlib
 import platform
 from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
 import jax
 
-import jaxtrain
 from jaxtrain import compile_cache
 from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.observe.versions import version_of
@@ -17,14 +15,15 @@ from jaxtrain.redaction import redacted
 from jaxtrain.run import Run, identity
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-_COMPILERS = {"gpu": ("jax-cuda", "nvidia-cudnn"), "tpu": ("libtpu",), "cpu": ()}  # how names of packages begin
+_COMPILERS: dict[str, tuple[str, ...]] = {"gpu": ("jax-cuda", "nvidia-cudnn"), "tpu": ("libtpu",), "cpu": ()}  # how names of packages begin
 _OF_JAX = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision",
            "jax_numpy_dtype_promotion", "jax_softmax_custom_jvp")
 # Keys that no compiled program depends on; all others must be equal. Sizes of the mesh are compared as it is.
 _FREE: dict[str, frozenset[str] | None] = {
     "checkpoint": None, "evaluation": None, "observe": None,
     "mesh": frozenset({"data", "fsdp", "stage", "context", "expert", "tensor", "auto", "hsdp"}),
-    "data": frozenset({"source", "seed", "eval_fraction", "tokenizer", "cache_dir", "cache_bytes", "corrupt", "prefetch", "workers"}),
+    "data": frozenset({"source", "seed", "eval_fraction", "tokenizer", "cache_dir", "cache_bytes", "corrupt", "prefetch",
+                       "workers"}),
     "train": frozenset({"log_every", "eval_every", "eval_batches", "patience", "sample_tokens", "progress",
                         "check_memory", "epochs"}),
 }
@@ -39,8 +38,7 @@ def of(run: Run, devices: Sequence[jax.Device]) -> JsonObject:
         "processor": compile_cache.processor() if kind == "cpu" else "",
         "mesh": dict(run.mesh.shape),
         # CPU devices have no places, and their numbers depend on the process: a program for them can be moved.
-        "devices": [] if kind == "cpu" else [[device.id, list(getattr(device, "coords", None) or []) * (kind == "tpu")]
-                                             for device in devices],
+        "devices": [] if kind == "cpu" else [[device.id, _place(device)] for device in devices],
         "packages": {name: version_of(name) for name in (*_PACKAGES, *_installed(kind))},
         "python": ".".join(platform.python_version_tuple()[:2]),
         "code": _code(),
@@ -79,6 +77,11 @@ def difference(there: JsonMapping, here: JsonMapping) -> str:
     return ""
 
 
+def _place(device: jax.Device) -> list[int]:
+    """Return where a TPU lies in its slice; of GPUs only the number counts."""
+    return list(device.coords) if device.platform == "tpu" else []
+
+
 def _free(section: str, key: str) -> bool:
     free = _FREE.get(section, frozenset())
     return free is None or key in free
@@ -90,13 +93,14 @@ def _sizes(mesh: JsonMapping) -> str:
 
 def _installed(kind: str) -> list[str]:
     """Return the names of the installed packages that compile for this kind of device."""
-    names: Any = (found.metadata["Name"] for found in distributions()) if _COMPILERS.get(kind) else ()
-    return sorted(name for name in set(names) if name and name.startswith(_COMPILERS[kind]))
+    begins = _COMPILERS.get(kind, ())
+    names = {found.metadata["Name"] for found in distributions()} if begins else set()
+    return sorted(name for name in names if name and name.startswith(begins))
 
 
 def _code() -> str:
     """Return the sha256 of jaxtrain's own source: a commit says nothing of what was edited since."""
-    found, root = hashlib.sha256(), Path(jaxtrain.__file__).parent
+    found, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         found.update(f"{path.relative_to(root).as_posix()}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()

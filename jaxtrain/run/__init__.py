@@ -33,7 +33,7 @@ from jaxtrain.run.validation import Refusal
 from jaxtrain.sharding.axis_rules import AnyMesh
 from jaxtrain.train_step import given_params, partition, precision
 from jaxtrain.train_step.hooks import StepHooks, extras_of
-from jaxtrain.train_step.sharded_step import ShardedStep, at
+from jaxtrain.train_step.sharded_step import ShardedStep, on_mesh
 from jaxtrain.train_step.state import GivenBatch, Layout, Metrics, Params, Skeleton, TrainState, initial_state
 
 if TYPE_CHECKING:  # few runs need them
@@ -305,12 +305,12 @@ class Run:
         """The program that makes the state at step 0 from a seed, traced and lowered as the step in `lower` is."""
         return self._jitted_init(on).trace(np.int64(0)).lower(lowering_platforms=self.sharded.platforms)
 
-    def _jitted_init(self, on: jax.sharding.Mesh | None = None) -> Any:
+    def _jitted_init(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Wrapped:
         """seed -> TrainState."""
         # Integers and one product each (layers.bell): exact at any level, and on CPU four times as fast to compile.
         kind = (self.sharded.platforms or (jax.default_backend(),))[0]
         quick = {"xla_backend_optimization_level": 0} if kind == "cpu" else None
-        return jax.jit(self._init, out_shardings=at(on, self.layout.state), compiler_options=quick)
+        return jax.jit(self._init, out_shardings=on_mesh(on, self.layout.state), compiler_options=quick)
 
     # -------------------------------------------------------------------------------------------------------- the data
     @cached_property

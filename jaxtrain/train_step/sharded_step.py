@@ -202,7 +202,7 @@ class ShardedStep:
         """Return the evaluation, traced and lowered for such a batch, as `lower` does; call it in `context`."""
         abstract = self.abstract_batch(batch)
         if on is not None:
-            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at(on, x.sharding)),
+            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_mesh(on, x.sharding)),
                                     abstract)
         return jax.jit(self.evaluation).trace(self.abstract.all_params, abstract).lower(
             lowering_platforms=self.platforms)
@@ -219,7 +219,7 @@ class ShardedStep:
     def trace(self, batch: PyTree, on: Mesh | None = None) -> jax.stages.Traced:
         """Return the step as operations on arrays whose types say where they live."""
         abstract = self.abstract_batch(batch, self.settings.accumulation)
-        state = at(on, self.layout.state)
+        state = on_mesh(on, self.layout.state)
         with self.context():
             jitted = jax.jit(self.make(), donate_argnums=0, out_shardings=(state, None))
             return jitted.trace(self.abstract, abstract)
@@ -268,7 +268,7 @@ class ShardedStep:
         tell(report(self.abstract, self.layout), file=file)
 
 
-def at(on: Mesh | None, shardings: PyTree) -> PyTree:
+def on_mesh(on: Mesh | None, shardings: PyTree) -> PyTree:
     """Return shardings of an abstract mesh as they are on the devices of this one; None: as they are."""
     return shardings if on is None else jax.tree.map(
         lambda s: NamedSharding(on, s.spec, memory_kind=s.memory_kind), shardings)

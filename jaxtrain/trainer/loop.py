@@ -85,9 +85,9 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer))), Path(workdir))
         say(preflight.check(run))
         if compiled:
-            from jaxtrain.precompiled import loading  # few runs are compiled ahead
+            from jaxtrain.precompiled import compiled_run  # few runs are compiled ahead
 
-            say(loading.load(run, compiled))
+            say(compiled_run.load(run, compiled))
         processes.connect(limits.start_limit)
         runinfo.make_workdir(workdir)
         with session_of(run, Path(workdir), watchdog, ledger, *tracked.apart(observers), may_change, adopt,

@@ -49,12 +49,12 @@ def test_it_compiles_nothing_and_has_the_same_bits(made, tmp_path, compilations,
 
 def test_the_step_takes_the_memory_of_the_state_that_it_is_given(made):
     from jaxtrain.builder import build
-    from jaxtrain.precompiled import loading
+    from jaxtrain.precompiled import compiled_run
 
     found = made()
     with devices(1):
         run = build(found.config)
-        loading.load(run, found.folder)
+        compiled_run.load(run, found.folder)
         state = run.init()
         run.step(state, run.batch(0))
     assert any(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))

@@ -15,8 +15,8 @@ from jaxtrain.builder import build
 from jaxtrain.distributed import authentication
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.precompiled import compiling, executables, loading, signed_folder
-from tests.tiny import devices
+from jaxtrain.precompiled import compiled_run, compiling, executables, signed_folder
+from tests.tiny import ROOT, devices
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def mine(made, tmp_path):
 def load(mine, config=None):
     with devices(1):
         run = build(mine.config if config is None else config)
-        return loading.load(run, mine.folder)
+        return compiled_run.load(run, mine.folder)
 
 
 def manifest_of(mine):
@@ -99,8 +99,8 @@ def test_code_that_was_edited_is_other_code(monkeypatch, tmp_path):
     from jaxtrain.precompiled import requirements
 
     before = requirements._code()
-    shutil.copytree(os.path.dirname(requirements.jaxtrain.__file__), tmp_path / "jaxtrain")
-    monkeypatch.setattr(requirements.jaxtrain, "__file__", str(tmp_path / "jaxtrain" / "__init__.py"))
+    shutil.copytree(ROOT / "jaxtrain", tmp_path / "jaxtrain")
+    monkeypatch.setattr(requirements, "__file__", str(tmp_path / "jaxtrain" / "precompiled" / "requirements.py"))
     assert requirements._code() == before
     with open(tmp_path / "jaxtrain" / "train_step" / "step.py", "a") as file:
         file.write("# edited\n")
@@ -127,7 +127,7 @@ def test_the_command_says_it_in_one_line(mine, tmp_path, capfd, monkeypatch):
 # ---------------------------------------------------------------------------------------------------- who made them
 
 class Hostile:
-    """What makes a file when it is unpickled."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, mark):
         self._mark = mark
@@ -160,7 +160,7 @@ def planted(mine, content):
 def test_a_program_that_was_replaced_is_not_loaded(mine, hostile):
     content, mark = hostile
     planted(mine, content)
-    with pytest.raises(UserError, match="init.program is not what was signed, and it is not loaded"):
+    with pytest.raises(UserError, match=r"init\.program is not what was signed, and it is not loaded"):
         load(mine)
     assert not mark.exists()
 
@@ -217,7 +217,7 @@ def test_a_folder_with_something_in_it_is_left_alone(mine, tmp_path):
     assert sorted(path.read_bytes() for path in mine.folder.iterdir()) == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()
-    with pytest.raises(UserError, match="has other files in it, such as thesis.txt"):
+    with pytest.raises(UserError, match=r"has other files in it, such as thesis\.txt"):
         compiling.compile_into(tmp_path / "other", mine.config, target, here, overwrite=True)
 
 
