@@ -15,15 +15,16 @@ from jaxtrain.redaction import redacted
 from jaxtrain.run import Run, identity
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-_COMPILERS: dict[str, tuple[str, ...]] = {"gpu": ("jax-cuda", "nvidia-cudnn"), "tpu": ("libtpu",), "cpu": ()}  # how names of packages begin
+# How the names of packages begin that compile for a kind of device, or that what they compile calls.
+_COMPILERS: dict[str, tuple[str, ...]] = {"gpu": ("jax-cuda", "nvidia-cudnn"), "tpu": ("libtpu",)}
 _OF_JAX = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision",
            "jax_numpy_dtype_promotion", "jax_softmax_custom_jvp")
 # Keys that no compiled program depends on; all others must be equal. Sizes of the mesh are compared as it is.
 _FREE: dict[str, frozenset[str] | None] = {
     "checkpoint": None, "evaluation": None, "observe": None,
     "mesh": frozenset({"data", "fsdp", "stage", "context", "expert", "tensor", "auto", "hsdp"}),
-    "data": frozenset({"source", "seed", "eval_fraction", "tokenizer", "cache_dir", "cache_bytes", "corrupt", "prefetch",
-                       "workers"}),
+    "data": frozenset({"source", "seed", "eval_fraction", "tokenizer", "cache_dir", "cache_bytes", "corrupt",
+                       "prefetch", "workers"}),
     "train": frozenset({"log_every", "eval_every", "eval_batches", "patience", "sample_tokens", "progress",
                         "check_memory", "epochs"}),
 }
