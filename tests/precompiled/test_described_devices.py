@@ -5,8 +5,11 @@ import importlib.util
 import json
 
 import jax
+import numpy as np
 import pytest
 
+from jaxtrain import train
+from jaxtrain.checkpoint import fingerprint
 from jaxtrain.errors import UserError
 from jaxtrain.plan import targets
 from jaxtrain.precompiled import compiled_run, compiling
@@ -33,6 +36,27 @@ def test_they_are_compiled_without_the_device(made, tmp_path, target, platform, 
 
     with devices(1), pytest.raises(UserError, match=f"was compiled for the platform {platform}, and here it is cpu"):
         compiled_run.load(build(config), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="its XLA compiles for CPUs that are here only")
+def test_programs_of_a_compiler_without_devices_run_and_have_the_same_bits(made, tmp_path, compilations, monkeypatch):
+    """Of all kinds of devices this machine can run programs for CPUs alone; they take the same way as others do."""
+    from jaxlib import _jax
+
+    config = made().config
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=2, fsdp=2, tensor=2))
+    described = _jax.get_topology_for_devices(jax.devices())._make_compile_only_devices()
+    assert type(described[0].client) is not type(jax.devices()[0].client)
+    compiling.compile_into(tmp_path / "compiled", config, targets.here(), described)
+    compilations.clear()
+    ours = train(config, tmp_path / "ours", compiled=tmp_path / "compiled")
+    assert set(compilations) <= {"jit(slice)"}  # of saves by Orbax
+    monkeypatch.setattr(fingerprint, "_compiled", {})
+    theirs = train(config, tmp_path / "theirs")
+    assert "jit(step)" in compilations
+    for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(np.asarray(our), np.asarray(their))
 
 
 def test_a_config_file_sees_the_devices_that_it_is_compiled_for(tmp_path):
