@@ -33,4 +33,8 @@ def load(run: Run, folder: str | Path) -> str:
         except jax.errors.JaxRuntimeError as error:
             raise UserError("--compiled", f"{folder / entry['file']} cannot run on these devices "
                             f"({f'{error}'.splitlines()[0]})", signed_folder.AGAIN) from error
-    return f"loaded {len(wanted)} compiled programs from {folder} in {time.perf_counter() - began:.2f} s"
+    said = f"loaded {len(wanted)} compiled programs from {folder} in {time.perf_counter() - began:.2f} s"
+    if (flags := requirements.xla_flags()) != manifest["xla_flags"]:
+        said += (f"; warning: they were compiled with XLA's flags {' '.join(manifest['xla_flags']) or '(none)'}, and "
+                 f"{' '.join(flags) or '(none)'} count for other programs alone")
+    return said

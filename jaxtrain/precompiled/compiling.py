@@ -48,7 +48,7 @@ def compile_into(folder: Path, config: Config, target: Target, devices: list[jax
     signed_folder.need_secret()
     run, mesh = run_on(config, target, devices)
     devices = list(mesh.devices.flat)
-    made_for = requirements.of(run, devices)
+    about = {"made_for": requirements.of(run, devices), "xla_flags": requirements.xla_flags()}
     programs.wanted(run, mesh)  # refused before anything is written
     signed_folder.check_free(folder, overwrite)
 
@@ -61,7 +61,7 @@ def compile_into(folder: Path, config: Config, target: Target, devices: list[jax
             began = time.perf_counter()
 
     with compiler.capability(target.described):
-        signed_folder.write(folder, made_for, made())
+        signed_folder.write(folder, about, made())
 
 
 def run_on(config: Config, target: Target, devices: list[jax.Device]) -> tuple[Run, jax.sharding.Mesh]:

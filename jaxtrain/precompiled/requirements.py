@@ -1,6 +1,7 @@
 """Compare what compiled programs depend on with what a run has, and name the first difference in a sentence."""
 
 import hashlib
+import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import distributions
@@ -19,6 +20,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _COMPILERS: dict[str, tuple[str, ...]] = {"gpu": ("jax-cuda", "nvidia-cudnn"), "tpu": ("libtpu",)}
 _OF_JAX = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision",
            "jax_numpy_dtype_promotion", "jax_softmax_custom_jvp")
+_NOT_OF_PROGRAMS = ("--xla_force_host_platform_device_count", "--xla_gpu_autotune_level", "--xla_dump")
 # Keys that no compiled program depends on; all others must be equal. Sizes of the mesh are compared as it is.
 _FREE: dict[str, frozenset[str] | None] = {
     "checkpoint": None, "evaluation": None, "observe": None,
@@ -47,6 +49,12 @@ def of(run: Run, devices: Sequence[jax.Device]) -> JsonObject:
         "config": {f"{section}.{key}": value for section, keys in redacted(identity.settings(run)).items()
                    for key, value in keys.items() if not _free(section, key)},
     }
+
+
+def xla_flags() -> list[str]:
+    """Return the compiler's flags in the environment that change programs: they count where these are compiled."""
+    words = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")).split()
+    return sorted(word for word in words if not word.startswith(_NOT_OF_PROGRAMS))
 
 
 def difference(there: JsonMapping, here: JsonMapping) -> str:

@@ -44,8 +44,10 @@ def check_free(folder: Path, overwrite: bool) -> None:
             (folder / name).unlink()
 
 
-def write(folder: Path, made_for: JsonObject, programs: Iterable[tuple[str, Json, bytes]]) -> None:
+def write(folder: Path, about: JsonObject, programs: Iterable[tuple[str, Json, bytes]]) -> None:
     """Write programs (name, shape of the batch, bytes) into a folder, and then the manifest, without which it is none.
+
+    `about`: what else is in the manifest.
     """
     entries = []
     for number, (name, shape, content) in enumerate(programs):
@@ -54,7 +56,7 @@ def write(folder: Path, made_for: JsonObject, programs: Iterable[tuple[str, Json
             out.write(content)
         entries.append({"name": name, "batch": shape, "file": file, "bytes": len(content),
                         "sha256": hashlib.sha256(content).hexdigest()})
-    atomic_files.write(folder / MANIFEST, sealed(_NAME, {"made_for": made_for, "programs": entries}))
+    atomic_files.write(folder / MANIFEST, sealed(_NAME, {**about, "programs": entries}))
 
 
 def read(folder: Path) -> JsonObject:

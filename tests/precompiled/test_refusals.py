@@ -65,6 +65,12 @@ def test_keys_that_no_program_depends_on_may_differ(mine):
     assert "loaded 4 compiled programs" in load(mine, config)
 
 
+def test_flags_that_do_not_count_are_named(mine, monkeypatch):
+    assert "warning" not in load(mine)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_step_marker_location=1 --xla_force_host_platform_device_count=8")
+    assert "and --xla_step_marker_location=1 count for other programs alone" in load(mine)
+
+
 @pytest.mark.parametrize(("change", "sentence"), [
     (lambda of: of.update(platform="gpu"), "for the platform gpu, and here it is cpu"),
     (lambda of: of.update(device_kind="NVIDIA H100"), "for devices of the kind NVIDIA H100, and here it is cpu"),
