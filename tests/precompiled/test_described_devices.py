@@ -41,7 +41,7 @@ def test_they_are_compiled_without_the_device(made, tmp_path, target, platform, 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="its XLA compiles for CPUs that are here only")
 def test_programs_of_a_compiler_without_devices_run_and_have_the_same_bits(made, tmp_path, compilations, monkeypatch):
-    """Of all kinds of devices this machine can run programs for CPUs alone; they take the same way as others do."""
+    """The way of programs for GPUs and TPUs, gone by programs for CPUs, which this machine can run."""
     from jaxlib import _jax
 
     config = made().config
