@@ -58,6 +58,12 @@ def test_another_config_is_named(mine, keys, sentence):
         load(mine, changed)
 
 
+def test_a_run_that_may_change_its_mesh_is_refused_before_it_does(mine):
+    elastic = dataclasses.replace(mine.config.resilience, elastic=True)
+    with pytest.raises(UserError, match=r"with resilience\.elastic the run may change its mesh"):
+        load(mine, dataclasses.replace(mine.config, resilience=elastic))
+
+
 def test_keys_that_no_program_depends_on_may_differ(mine):
     config = dataclasses.replace(
         mine.config, checkpoint=dataclasses.replace(mine.config.checkpoint, every=1),
@@ -235,3 +241,12 @@ def test_what_a_start_would_choose_is_not_compiled_for(mine, tmp_path, key):
         section: dataclasses.replace(getattr(mine.config, section), **{name: value})})
     with devices(1), pytest.raises(UserError, match=f"{key}: what is chosen at the start of a run is not known"):
         compiling.compile_into(tmp_path / "new", config, *compiling.devices_of(""))
+
+
+def test_a_job_starts_with_compiled_programs(tmp_path, capsys):
+    from jaxtrain.commands import launch
+
+    assert launch.main(["configs/gpt.py:tiny", "--on=slurm", "--dry_run", f"--workdir={tmp_path}", "--compiled=shipped",
+                        "--config.train.steps=3"]) == 0
+    out = capsys.readouterr().out
+    assert f"--config.train.steps=3 --compiled={os.getcwd()}/shipped --workdir={tmp_path}" in out
