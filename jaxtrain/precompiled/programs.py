@@ -72,10 +72,11 @@ def wanted(run: Run, mesh: Mesh) -> list[Wanted]:
 def compile_for(run: Run, mesh: Mesh) -> Iterator[tuple[Wanted, jax.stages.Compiled]]:
     """Compile the programs of a run on an abstract mesh for the devices of this one, which need not be here."""
     devices = list(mesh.devices.flat)
+    are_here = devices[0].client == jax.devices()[0].client
     for one in wanted(run, mesh):
         with run.sharded.context():
             options = run.sharded.options_on(devices) if one.of_step else {}
-            if devices[0].platform == "gpu" and jax.default_backend() == "cpu":
+            if devices[0].platform == "gpu" and not are_here:
                 options["xla_gpu_autotune_level"] = "0"  # to choose kernels by their speed takes the GPU
             yield one, compiled(one.lower(mesh), options)
 
