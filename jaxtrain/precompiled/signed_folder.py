@@ -68,7 +68,7 @@ def read(folder: Path) -> JsonObject:
         raise UserError("--compiled", f"{folder} is not signed with the secret of this run, so nothing in it is loaded",
                         "give the run the secret that it was compiled with, or compile it again") from None
     except OSError as error:
-        raise UserError("--compiled", f"{folder} cannot be read ({bounded_files.reason(error)})",
+        raise UserError("--compiled", f"{folder} {bounded_files.reason(error)}",
                         "give the folder that jaxtrain compile wrote") from None
 
 
