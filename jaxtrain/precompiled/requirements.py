@@ -1,6 +1,7 @@
 """Compare what compiled programs depend on with what a run has, and name the first difference in a sentence."""
 
 import hashlib
+import json
 import os
 import platform
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ _FREE: dict[str, frozenset[str] | None] = {
 def of(run: Run, devices: Sequence[jax.Device]) -> JsonObject:
     """Return what the programs of this run on these devices depend on, as JSON."""
     kind = devices[0].platform
-    return {
+    found = {
         "platform": kind,
         "device_kind": devices[0].device_kind,
         "processor": compile_cache.processor() if kind == "cpu" else "",
@@ -49,6 +50,7 @@ def of(run: Run, devices: Sequence[jax.Device]) -> JsonObject:
         "config": {f"{section}.{key}": value for section, keys in redacted(identity.settings(run)).items()
                    for key, value in keys.items() if not _free(section, key)},
     }
+    return json.loads(json.dumps(found))  # as the manifest has it: lists in place of tuples
 
 
 def xla_flags() -> list[str]:

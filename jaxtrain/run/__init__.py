@@ -303,10 +303,15 @@ class Run:
 
     def lower_init(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Lowered:
         """The program that makes the state at step 0 from a seed, traced and lowered as the step in `lower` is."""
-        return self._jitted_init(on).trace(np.int64(0)).lower(lowering_platforms=self.sharded.platforms)
+        jitted = self._jitted_init if on is None else self._init_on(on)
+        return jitted.trace(np.int64(0)).lower(lowering_platforms=self.sharded.platforms)
 
-    def _jitted_init(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Wrapped:
+    @cached_property
+    def _jitted_init(self) -> jax.stages.Wrapped:
         """seed -> TrainState."""
+        return self._init_on(None)
+
+    def _init_on(self, on: jax.sharding.Mesh | None) -> jax.stages.Wrapped:
         # Integers and one product each (layers.bell): exact at any level, and on CPU four times as fast to compile.
         kind = (self.sharded.platforms or (jax.default_backend(),))[0]
         quick = {"xla_backend_optimization_level": 0} if kind == "cpu" else None
@@ -393,7 +398,7 @@ class Run:
         elif INIT in (programs := self.sharded.programs):  # a rollback to step 0 runs it again
             state = programs[INIT](number)
         elif meanwhile is None:
-            state = self._jitted_init()(number)
+            state = self._jitted_init(number)
         else:
             lowered = self.lower_init()
 
