@@ -1,6 +1,7 @@
 """The programs that a run needs before, or soon after, its first step: compiled for devices, and put into a run."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,13 +73,35 @@ def wanted(run: Run, mesh: Mesh) -> list[Wanted]:
 def compile_for(run: Run, mesh: Mesh) -> Iterator[tuple[Wanted, jax.stages.Compiled]]:
     """Compile the programs of a run on an abstract mesh for the devices of this one, which need not be here."""
     devices = list(mesh.devices.flat)
-    are_here = devices[0].client == jax.devices()[0].client
     for one in wanted(run, mesh):
         with run.sharded.context():
             options = run.sharded.options_on(devices) if one.of_step else {}
-            if devices[0].platform == "gpu" and not are_here:
-                options["xla_gpu_autotune_level"] = "0"  # to choose kernels by their speed takes the GPU
-            yield one, compiled(one.lower(mesh), options)
+            try:
+                made = compiled(one.lower(mesh), {**options, **untimed(devices)})
+            except jax.errors.JaxRuntimeError as error:
+                raise refused(one.title, f"{error}".splitlines()[0]) or error from None
+            yield one, made
+
+
+def refused(title: str, sentence: str) -> UserError | None:
+    """Return what to say of a program that the compiler refuses for a reason that the user can change; None: it fails.
+    """
+    if "RESOURCE_EXHAUSTED" in sentence:
+        return UserError("--target", f"the compiler reports that {title} does not fit ({sentence[:200]})",
+                         "use more devices, or a layout that jaxtrain plan recommends")
+    if "autotun" in sentence.lower() or "No cached config" in sentence or "Failed to get configs" in sentence:
+        return UserError("XLA_FLAGS", f"XLA has no results of autotuning for {title} ({sentence[:200]})",
+                         "give the file that a run on such a GPU dumped, or leave these flags out")
+    return None
+
+
+def untimed(devices: Sequence[jax.Device]) -> dict[str, str]:
+    """Return the options for described GPUs, without which kernels cannot be chosen by their speed.
+
+    XLA_FLAGS that say something of it are kept: they may name a file of results from such a GPU.
+    """
+    is_here = devices[0].platform != "gpu" or devices[0].client == jax.devices()[0].client
+    return {} if is_here or "autotune" in os.environ.get("XLA_FLAGS", "") else {"xla_gpu_autotune_level": "0"}
 
 
 def _rows(shape: Json) -> str:

@@ -21,7 +21,8 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _COMPILERS: dict[str, tuple[str, ...]] = {"gpu": ("jax-cuda", "nvidia-cudnn"), "tpu": ("libtpu",)}
 _OF_JAX = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision",
            "jax_numpy_dtype_promotion", "jax_softmax_custom_jvp")
-_NOT_OF_PROGRAMS = ("--xla_force_host_platform_device_count", "--xla_gpu_autotune_level", "--xla_dump")
+_NOT_OF_PROGRAMS = ("--xla_force_host_platform_device_count", "--xla_gpu_autotune", "--xla_gpu_load_autotune",
+                    "--xla_gpu_dump_autotune", "--xla_dump")
 # Keys that no compiled program depends on; all others must be equal. Sizes of the mesh are compared as it is.
 _FREE: dict[str, frozenset[str] | None] = {
     "checkpoint": None, "evaluation": None, "observe": None,

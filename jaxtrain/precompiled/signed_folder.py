@@ -35,13 +35,12 @@ def check_free(folder: Path, overwrite: bool) -> None:
         found = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         raise UserError("--output", f"{folder} cannot be written ({error.strerror})", "give another folder") from None
-    if found and MANIFEST not in found:
-        raise UserError("--output", f"{folder} has other files in it, such as {found[0]}", "give an empty folder")
-    if found and not overwrite:
+    if others := [name for name in found if name != MANIFEST and not name.endswith(".program")]:
+        raise UserError("--output", f"{folder} has other files in it, such as {others[0]}", "give an empty folder")
+    if MANIFEST in found and not overwrite:
         raise UserError("--output", f"{folder} has compiled programs in it", "give another folder, or --overwrite")
-    for name in found if overwrite else ():
-        if name == MANIFEST or name.endswith(".program"):
-            (folder / name).unlink()
+    for name in found:  # without a manifest they are those of a command that was stopped
+        (folder / name).unlink()
 
 
 def write(folder: Path, about: JsonObject, programs: Iterable[tuple[str, Json, bytes]]) -> None:

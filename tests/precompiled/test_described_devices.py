@@ -74,6 +74,28 @@ def test_a_config_file_sees_the_devices_that_it_is_compiled_for(tmp_path):
     assert jax.default_backend() == "cpu" and jax.device_count() == 8
 
 
+def test_kernels_of_described_gpus_are_not_timed_but_may_have_been(monkeypatch):
+    from jaxtrain.precompiled.programs import untimed
+
+    class Described:
+        platform, client = "gpu", None
+
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    assert untimed([Described()]) == {"xla_gpu_autotune_level": "0"} and untimed(jax.devices()) == {}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_load_autotune_results_from=results.pbtxt")
+    assert untimed([Described()]) == {}
+
+
+def test_what_the_compiler_refuses_is_a_sentence():
+    from jaxtrain.precompiled.programs import refused
+
+    full = refused("step of 8 x 32", "RESOURCE_EXHAUSTED: Ran out of memory")
+    assert "the compiler reports that step of 8 x 32 does not fit" in f"{full}"
+    missing = "FAILED_PRECONDITION: Autotune results file does not exist: none.pbtxt"
+    assert f"{refused('init', missing)}".startswith("XLA_FLAGS: XLA has no results of autotuning for init (")
+    assert refused("init", "INTERNAL: a bug") is None
+
+
 def test_a_target_that_is_not_known_is_refused():
     with pytest.raises(UserError, match="--target: 'h9000x8' is not known"):
         compiling.devices_of("h9000x8")

@@ -227,6 +227,9 @@ def test_a_folder_with_something_in_it_is_left_alone(mine, tmp_path):
     with pytest.raises(UserError, match="has compiled programs in it; give another folder, or --overwrite"):
         compiling.compile_into(mine.folder, mine.config, target, here)
     assert sorted(path.read_bytes() for path in mine.folder.iterdir()) == before
+    (mine.folder / "manifest").unlink()  # as a command that was stopped leaves it
+    signed_folder.check_free(mine.folder, overwrite=False)
+    assert list(mine.folder.iterdir()) == []
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()
     with pytest.raises(UserError, match=r"has other files in it, such as thesis\.txt"):
