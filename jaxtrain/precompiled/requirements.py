@@ -18,7 +18,7 @@ from jaxtrain.run import Run, identity
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 # How the names of packages begin that compile for a kind of device, or that what they compile calls.
-_COMPILERS: dict[str, tuple[str, ...]] = {"gpu": ("jax-cuda", "nvidia-cudnn"), "tpu": ("libtpu",)}
+_COMPILERS: dict[str, tuple[str, ...]] = {"gpu": ("jax-cuda", "jax-rocm", "nvidia-cudnn"), "tpu": ("libtpu",)}
 _OF_JAX = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision",
            "jax_numpy_dtype_promotion", "jax_softmax_custom_jvp")
 _NOT_OF_PROGRAMS = ("--xla_force_host_platform_device_count", "--xla_gpu_autotune", "--xla_gpu_load_autotune",
