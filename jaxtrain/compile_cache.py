@@ -67,11 +67,12 @@ def enable_compilation_cache() -> None:
     """
     compilation_cache.get_file_cache = _file_cache
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla" / _processor()))
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla" / processor()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return a hash of the features of this machine's CPU, on which programs for it depend."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         features = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]

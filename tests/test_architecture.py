@@ -15,15 +15,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxtrain"
 # From the top to the ground: a module imports from its own layer and from those below.
 LAYERS = (
-    "__main__ main cli supervise commands", "__init__ api bench proof", "trainer", "diloco",
-    "launch runs profiling serving", "plan", "tuning hub", "builder", "own_builder", "extensions", "run",
+    "__main__ main cli supervise commands", "__init__ api bench proof bisection", "trainer", "diloco",
+    "launch runs profiling serving precompiled",
+    "plan", "tuning hub", "builder", "own_builder", "extensions", "run",
     "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels", "train_step", "data",
     "distributed", "observe", "config hf", "sharding",
     "storage files errors redaction synonyms compile_cache pages base")
 # They only pass on what the command line says; `python -m` runs them.
 ENTRANCES = {f"jaxtrain.{name}" for name in ("__main__", "main", "cli", "supervise", "bench.__main__")}
 ANY = 513  # places in signatures that say nothing of a value (2,118 at 9682e830)
-BUDGETS = {"LEARNING": 7040, "SURVIVAL": 3975}  # docs/decisions.md says why not 3,500 and 2,500
+BUDGETS = {"LEARNING": 7040, "SURVIVAL": 3984}  # docs/decisions.md says why not 3,500 and 2,500
 
 
 def modules() -> dict[str, Path]:

@@ -4,19 +4,21 @@ A fingerprint is the two sums of `jaxtrain/sharding/bit_sums.py` over the whole 
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.sharding.bit_sums import bit_sums, device_sums
 
 Words = tuple[int, int]
 Parts = list[jax.Array]  # the sums over each part of an array of which this process has the first copy
 
 _PIECE = 1 << 15  # elements that the host widens at a time; for larger ones malloc asks the system each time
+_compiled: dict[Hashable, jax.stages.Compiled] = {}  # programs that were compiled before, by the arrays that they sum
 _sums_of_one = jax.jit(device_sums, static_argnums=1)  # compiled once for all arrays of a kind
 
 
@@ -32,11 +34,33 @@ def on_device(flat: Mapping[str, jax.Array]) -> dict[str, Parts]:
     The program contains no collectives. Programs with collectives that run concurrently with the run's own may be
     ordered differently on different processes, which deadlocks.
     """
+    if _compiled and (program := _compiled.get(_kind(flat))):
+        return _first_copies(flat, dict(zip(flat, program(list(flat.values())), strict=True)))
     where = {path: _on_mesh(x.sharding) for path, x in flat.items()}
     sums: dict[str, jax.Array] = {}
     for mesh in {sharding.mesh: None for sharding in where.values()}:  # most states have one
         paths = [path for path in flat if where[path].mesh == mesh]
         sums.update(zip(paths, _sums([flat[path] for path in paths], tuple(map(where.get, paths))), strict=True))
+    return _first_copies(flat, sums)
+
+
+def lower(flat: Mapping[str, AnyArray], on: Mesh, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
+    """Return what sums such arrays, which are abstract and lie on one mesh, traced and lowered for these devices."""
+    where = tuple(x.sharding for x in flat.values())
+    program = jax.jit(lambda arrays: _sums(arrays, where), out_shardings=NamedSharding(on, P(on.axis_names)))
+    return program.trace(list(flat.values())).lower(lowering_platforms=platforms)
+
+
+def use(flat: Mapping[str, AnyArray], program: jax.stages.Compiled) -> None:
+    """Sum such arrays by a program that was compiled before."""
+    _compiled[_kind(flat)] = program
+
+
+def _kind(flat: Mapping[str, AnyArray]) -> Hashable:
+    return tuple((path, x.shape, x.dtype, x.sharding) for path, x in flat.items())
+
+
+def _first_copies(flat: Mapping[str, jax.Array], sums: Mapping[str, jax.Array]) -> dict[str, Parts]:
     return {path: [row.data for row, part in zip(sums[path].addressable_shards, x.addressable_shards, strict=True)
                    if part.replica_id == 0] for path, x in flat.items()}
 

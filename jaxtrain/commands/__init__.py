@@ -46,6 +46,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "plan": "Rank meshes for given hardware by speed, with their memory and cost.",
         "calibrate": "Measure the speed of this machine's devices, for the planner.",
         "bench": "Measure a config's training speed on this machine, and where the time goes.",
+        "compile": "Compile a run's programs ahead of time, for other machines too.",
         "profile": "Profile a running training job: where the time of its steps goes.",
         "scaling": "Fit a scaling law to finished runs: predict the loss, and the best size for a budget.",
         "schedules": "Draw a pipeline schedule, and compute its bubble and memory.",

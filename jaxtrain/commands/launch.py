@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--job", metavar="FILE", help="TOML file with the resources of the job (docs/launch.md)")
     parser.add_argument("--array", metavar="TASKS", help="several jobs, such as 0-3 or 1,5,7: each of these numbers "
                                                          "stands for {task}, in --workdir and in any key")
+    parser.add_argument("--compiled", metavar="FOLDER", help="start with the programs that jaxtrain compile wrote")
     parser.add_argument("--dry_run", action="store_true", help="show what would be submitted, and stop")
     keys = parser.add_argument_group("resources of the job", "each is also a key of the file that --job names; lists "
                                      "and tables (setup, mounts, env, secrets, extra) are given there only")
@@ -54,6 +55,8 @@ def main(argv: list[str] | None = None) -> None:
         overrides, command = said[:len(rest)], said[len(rest):]
         if flags.config and not own:
             loaded = load_config(flags.config, overrides_of(overrides, vars(flags)))
+        if flags.compiled:
+            overrides = [*overrides, f"--compiled={Path(flags.compiled).absolute()}"]
         made.append(describe(flags.on, Path(workdir), flags.config, loaded, overrides, command, spec))
         engine.check(made[-1])
     if flags.dry_run:

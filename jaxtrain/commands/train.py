@@ -74,6 +74,8 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
     parser.add_argument("--require_proof", nargs="?", const="proofs", default="", metavar="FOLDER",
                         help="refuse to train without a certificate of jaxtrain prove for this code and config in the "
                              "folder; default: proofs")
+    parser.add_argument("--compiled", metavar="FOLDER",
+                        help="start with the programs that jaxtrain compile wrote, in place of compiling them")
     add_process_flags(parser)
     parser.group("resuming a run", "may_change", "adopt")
     flags, rest = parser.parse_known_args(argv)
@@ -127,7 +129,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
 
         resolved = elastic.here(resolved, workdir_of(flags))
     train(resolved, workdir_of(flags), may_change=flags.may_change, adopt=flags.adopt,
-          config_name=redacted(flags.config), require_proof=flags.require_proof)
+          config_name=redacted(flags.config), require_proof=flags.require_proof, compiled=flags.compiled)
     return exit_codes.DONE
 
 

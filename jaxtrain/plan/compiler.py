@@ -63,7 +63,7 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
     # Described GPUs have no host memory: shardings on them would lose the memory kind of arrays.
     run = build(config, mesh=mesh.abstract_mesh, platform=target.described)
     try:
-        with _capability(target.described):
+        with capability(target.described):
             lowered = run.lower(mesh)
         compiled = compiler_options.compiled(lowered, run.sharded.compiler_options)
     except jax.errors.JaxRuntimeError as error:
@@ -91,7 +91,7 @@ def compile_answering(config: Config, target: Target, devices: int) -> dict[str,
     run = build(config, mesh=mesh.abstract_mesh, platform=target.described)
     state, found = total(run.abstract) - (in_hosts(run.abstract) if target.platform != "cpu" else 0), {}
     state += sum(total(abstract_model(other)) for other in beside(config, target, devices).values())
-    with _capability(target.described):
+    with capability(target.described):
         for phase in phases(run, mesh):
             lowered = phase.traced.lower(lowering_platforms=(target.platform,))
             memory = compiler_options.compiled(lowered, {}).memory_analysis()
@@ -103,7 +103,7 @@ def compile_answering(config: Config, target: Target, devices: int) -> dict[str,
 
 
 @contextlib.contextmanager
-def _capability(described: str) -> Iterator[None]:
+def capability(described: str) -> Iterator[None]:
     """Let the described GPU answer what JAX asks the local one before it traces cuDNN's attention."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 

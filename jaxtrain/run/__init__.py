@@ -33,12 +33,14 @@ from jaxtrain.run.validation import Refusal
 from jaxtrain.sharding.axis_rules import AnyMesh
 from jaxtrain.train_step import given_params, partition, precision
 from jaxtrain.train_step.hooks import StepHooks, extras_of
-from jaxtrain.train_step.sharded_step import ShardedStep
+from jaxtrain.train_step.sharded_step import ShardedStep, on_mesh
 from jaxtrain.train_step.state import GivenBatch, Layout, Metrics, Params, Skeleton, TrainState, initial_state
 
 if TYPE_CHECKING:  # few runs need them
     from jaxtrain.data.loading.grain_datasets.batch_dataset import BatchDataset
     from jaxtrain.run.own_model import OwnModel
+
+INIT, REPLICAS = "init", "replica hashes"  # keys in `ShardedStep.programs`, for what makes the first state, and hashes
 
 
 @dataclass(frozen=True)
@@ -299,17 +301,21 @@ class Run:
             return self.own.shapes(batches)
         return DeclaredShapes(self.config, self.layout, cast(ModelLoss, self.sharded.computation), batches)
 
-    @cached_property
-    def _compiled_init(self):
-        """seed -> TrainState."""
-        # Integers and one product each (layers.bell): exact at any level, and on CPU four times as fast to compile.
-        quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        return jax.jit(self._init, out_shardings=self.layout.state, compiler_options=quick)
+    def lower_init(self, on: jax.sharding.Mesh | None = None) -> jax.stages.Lowered:
+        """The program that makes the state at step 0 from a seed, traced and lowered as the step in `lower` is."""
+        jitted = self._jitted_init if on is None else self._init_on(on)
+        return jitted.trace(np.int64(0)).lower(lowering_platforms=self.sharded.platforms)
 
     @cached_property
-    def _compiled_beside(self) -> list[jax.stages.Compiled]:
-        """The program of `_compiled_init`, once it was compiled beside the step: a rollback to step 0 runs it again."""
-        return []
+    def _jitted_init(self) -> jax.stages.Wrapped:
+        """seed -> TrainState."""
+        return self._init_on(None)
+
+    def _init_on(self, on: jax.sharding.Mesh | None) -> jax.stages.Wrapped:
+        # Integers and one product each (layers.bell): exact at any level, and on CPU four times as fast to compile.
+        kind = (self.sharded.platforms or (jax.default_backend(),))[0]
+        quick = {"xla_backend_optimization_level": 0} if kind == "cpu" else None
+        return jax.jit(self._init, out_shardings=on_mesh(on, self.layout.state), compiler_options=quick)
 
     # -------------------------------------------------------------------------------------------------------- the data
     @cached_property
@@ -389,16 +395,16 @@ class Run:
         number = np.int64(self.config.train.seed if seed is None else seed)  # any that jax.random.key takes
         if given is not None:
             state = jax.jit(self._around, out_shardings=self.layout.state)(given, number)
+        elif INIT in (programs := self.sharded.programs):  # a rollback to step 0 runs it again
+            state = programs[INIT](number)
         elif meanwhile is None:
-            state = self._compiled_init(number)
-        elif self._compiled_beside:
-            state = self._compiled_beside[0](number)
+            state = self._jitted_init(number)
         else:
-            lowered = self._compiled_init.lower(number)
+            lowered = self.lower_init()
 
             def compile_and_run() -> TrainState:
-                self._compiled_beside.append(lowered.compile())
-                return self._compiled_beside[0](number)
+                programs[INIT] = lowered.compile()
+                return programs[INIT](number)
 
             with ThreadPoolExecutor(1, "compile") as thread:
                 made = thread.submit(compile_and_run)

@@ -88,6 +88,13 @@ class DeclaredShapes:
         """Return a batch of each shape that the batches of these steps have."""
         return [self._of_shape(shape) for shape in batches.shapes_of(start, stop)]
 
+    def declared(self) -> list[AbstractBatch]:
+        """Return a batch of each shape that the config declares; data are read for those of buckets alone."""
+        if self.config.data.packing == "bucket":
+            return self.of_steps(self.batches(), 0, max(1, self.config.train.steps))
+        stages = data_stages.stages(self.config.data)
+        return [self._of_shape(shape) for shape in dict.fromkeys((stage.batch, stage.seq_len) for stage in stages)]
+
     def _of_shape(self, shape: tuple[int, int]) -> AbstractBatch:
         return self.spec.abstract(*shape, self.layout.batch)
 

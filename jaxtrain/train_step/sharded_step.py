@@ -116,9 +116,12 @@ class ShardedStep:
     @property
     def compiler_options(self) -> dict[str, str | bool]:
         """The compiler's options for the platform and the shape of the mesh."""
-        here = self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
-        c = self.settings
-        several = isinstance(self.mesh, Mesh) and len({device.process_index for device in self.mesh.devices.flat}) > 1
+        return self.options_on(list(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else [])
+
+    def options_on(self, devices: Sequence[jax.Device]) -> dict[str, str | bool]:
+        """Return the compiler's options where the mesh has these devices; none: they are not known."""
+        here = devices[0].platform if devices else jax.default_backend()
+        c, several = self.settings, len({device.process_index for device in devices}) > 1
         return compiler_options(c.platform or here, c.compiler_options, dict(self.mesh.shape).get("tensor", 1),
                                 c.precision == "fp8", c.deterministic, c.hang_limit if several else 0.0)
 
@@ -161,8 +164,7 @@ class ShardedStep:
 
     def compiled_evaluation(self, batch: PyTree) -> jax.stages.Compiled:
         """Return the evaluation of batches of this shape; it takes (trained and frozen parameters, placed batch)."""
-        return self._once("evaluation", batch, lambda: jax.jit(self.evaluation).lower(
-            self.abstract.all_params, self.abstract_batch(batch)))
+        return self._once("evaluation", batch, lambda: self.lower_evaluation(batch))
 
     def evaluate(self, state: TrainState, batch: PyTree) -> LossSums:
         """Return what the evaluation of a batch returns: its summed loss and its weight come first."""
@@ -183,7 +185,7 @@ class ShardedStep:
 
     def _once(self, name: str, batch: PyTree, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Compile a program for batches of this shape when it is first wanted."""
-        key = name, shape_of(batch)
+        key = program_key(name, batch)
         if key not in self.programs:
             with self.context():
                 self.programs[key] = compiled(lower(), self.compiler_options)
@@ -194,16 +196,30 @@ class ShardedStep:
 
         `on`: the devices to compile for, where the mesh is abstract.
         """
-        # The devices of an abstract mesh are of no kind: take the one that it stands for, or the one that is here.
-        here = isinstance(self.mesh, Mesh)
-        return self.trace(batch, on).lower(lowering_platforms=None if here else (
-            self.settings.platform.partition(":")[0] or jax.default_backend(),))
+        return self.trace(batch, on).lower(lowering_platforms=self.platforms)
+
+    def lower_evaluation(self, batch: PyTree, on: Mesh | None = None) -> jax.stages.Lowered:
+        """Return the evaluation, traced and lowered for such a batch, as `lower` does; call it in `context`."""
+        abstract = self.abstract_batch(batch)
+        if on is not None:
+            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_mesh(on, x.sharding)),
+                                    abstract)
+        return jax.jit(self.evaluation).trace(self.abstract.all_params, abstract).lower(
+            lowering_platforms=self.platforms)
+
+    @property
+    def platforms(self) -> tuple[str, ...] | None:
+        """The platform to lower for; None: that of the mesh's devices.
+
+        The devices of an abstract mesh are of no kind: take the one that it stands for, or the one that is here.
+        """
+        return None if isinstance(self.mesh, Mesh) else (
+            self.settings.platform.partition(":")[0] or jax.default_backend(),)
 
     def trace(self, batch: PyTree, on: Mesh | None = None) -> jax.stages.Traced:
         """Return the step as operations on arrays whose types say where they live."""
         abstract = self.abstract_batch(batch, self.settings.accumulation)
-        state = self.layout.state if on is None else jax.tree.map(
-            lambda s: NamedSharding(on, s.spec, memory_kind=s.memory_kind), self.layout.state)
+        state = on_mesh(on, self.layout.state)
         with self.context():
             jitted = jax.jit(self.make(), donate_argnums=0, out_shardings=(state, None))
             return jitted.trace(self.abstract, abstract)
@@ -250,6 +266,17 @@ class ShardedStep:
         from jaxtrain.train_step.report import report
 
         tell(report(self.abstract, self.layout), file=file)
+
+
+def on_mesh(on: Mesh | None, shardings: PyTree) -> PyTree:
+    """Return shardings of an abstract mesh as they are on the devices of this one; None: as they are."""
+    return shardings if on is None else jax.tree.map(
+        lambda s: NamedSharding(on, s.spec, memory_kind=s.memory_kind), shardings)
+
+
+def program_key(name: str, batch: PyTree) -> Hashable:
+    """Return the key in `ShardedStep.programs` of a program for batches of this shape."""
+    return name, shape_of(batch)
 
 
 def shape_of(batch: PyTree) -> tuple[Hashable, ...]:

@@ -26,7 +26,7 @@ from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
-from jaxtrain.run import Run, compiled_step, for_run, identity, runinfo, shapes_of
+from jaxtrain.run import REPLICAS, Run, compiled_step, for_run, identity, runinfo, shapes_of
 from jaxtrain.run.made_of_sections import configured
 from jaxtrain.train_step.hooks import extras_of
 from jaxtrain.train_step.state import TrainState
@@ -45,7 +45,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
           optimizer: optax.GradientTransformation | None = None, data: BatchSource | None = None,
           observers: Sequence[Observer | Tracker] = (),
           may_change: Sequence[str] = (), adopt: bool = False, config_name: str = "",
-          require_proof: str | Path = "") -> TrainState:
+          require_proof: str | Path = "", compiled: str | Path | None = None) -> TrainState:
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; return the final state.
 
     With `train.patience` the run may end earlier, at an evaluation.
@@ -59,6 +59,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         adopt: go on from the newest checkpoint in `workdir` even if it belongs to another run.
         config_name: what run.json calls the config, such as "configs/gpt.py:tiny".
         require_proof: the folder where `jt.prove` has left a certificate of this code and config (docs/prove.md).
+        compiled: the folder of programs that `jaxtrain compile` wrote, in place of compiling them here.
 
     Raises:
         Interrupted: SIGINT or SIGTERM was received; everything done so far is saved.
@@ -84,6 +85,10 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
             lambda config: build(config, objective=objective or configured, optimizer=optimizer, data=data),
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer))), Path(workdir))
         say(preflight.check(run))
+        if compiled:
+            from jaxtrain.precompiled import compiled_run  # few runs are compiled ahead
+
+            say(compiled_run.load(run, compiled))
         processes.connect(limits.start_limit)
         runinfo.make_workdir(workdir)
         with session_of(run, Path(workdir), watchdog, ledger, *tracked.apart(observers), may_change, adopt,
@@ -160,7 +165,8 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     patience = begun.patience
     with session.phase("compile"):
         suspects = SuspectDevices(workdir)
-        replicas, replays = Replicas(run.abstract, r.check_every, suspects), Replays(r.replay_every, suspects)
+        replicas = Replicas(run.abstract, r.check_every, suspects, run.sharded.programs.get(REPLICAS))
+        replays = Replays(r.replay_every, suspects)
     policy = SavePolicy(c, ledger, checkpoints.writing, checkpoints.failed)
 
     with (

@@ -38,7 +38,7 @@ CONCEPTS = {
     "targets": "targets_file calibration", "licence_of": "license_of", "adapters": "lora loras",
 }
 FIRST = {  # what a command is about comes first
-    "CONFIG": "train launch inspect plan bench coordinates prove",
+    "CONFIG": "train launch inspect plan bench coordinates prove compile",
     "WORKDIR": "generate transcribe evaluate export top report goodput profile scaling elastic runs-show runs-compare "
                "runs-tag runs-reproduce checkpoint-list checkpoint-verify checkpoint-restore-to jobs-show jobs-logs "
                "jobs-why jobs-pause jobs-resume jobs-cancel jobs-requeue adapters-export diloco-status",
@@ -52,7 +52,7 @@ READ_BY_SCRIPTS = ("runs-list runs-show runs-compare runs-gc checkpoint-list goo
                    "plan scaling coordinates doctor generate prove")
 REHEARSED = ("export merge publish prepare launch sweep calibrate runs-gc checkpoint-restore-to "
              "prepare_sequences-audio prepare_sequences-events prepare_sequences-images")
-REPLACING = "export merge quantize adapters-export adapters-merge train_tokenizer"
+REPLACING = "compile export merge quantize adapters-export adapters-merge train_tokenizer"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from jaxtrain.plan import targets
-from jaxtrain.plan.compiler import _capability, _torus, memory_of
+from jaxtrain.plan.compiler import _torus, capability, memory_of
 
 
 @pytest.mark.parametrize(("described", "can"), [("cuda:9", [True, True, False]), ("cuda:8", [True, False, False])])
@@ -13,7 +13,7 @@ def test_the_described_gpu_says_what_cudnn_can_do(described, can):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     before = cudnn.check_compute_capability
-    with _capability(described):
+    with capability(described):
         assert [cudnn.check_compute_capability(needed) for needed in ("8.0", "9.0", "10.0")] == can
     assert cudnn.check_compute_capability is before
 

@@ -20,16 +20,15 @@ LAG = 3  # steps until hashes are read: one more than may be in flight, so nothi
 class Replicas:
     """Compares the replicas of one state; in a multi-process run every process makes all calls, at the same steps."""
 
-    def __init__(self, abstract: PyTree, every: int, accusations: SuspectDevices):
-        """Compile the check for states like `abstract`, whose leaves carry shardings.
+    def __init__(self, abstract: PyTree, every: int, accusations: SuspectDevices,
+                 compiled: jax.stages.Compiled | None = None):
+        """Compile the check for states like `abstract`, whose leaves carry shardings, unless it is `compiled`.
 
         Does nothing if there are no replicas or `every` is 0. The compiled program reads the state once.
         """
-        # [devices, leaves]: the first device that holds the same piece.
-        self._first = np.stack([_first_holders(leaf) for leaf in jax.tree.leaves(abstract)], axis=1)
-        has_copies = (self._first != np.arange(len(self._first))[:, None]).any()
+        self._first = _first_holders(abstract)
         self._every, self._accusations = every, accusations
-        self._hashes = DeviceHashes(abstract) if every and has_copies else None
+        self._hashes = DeviceHashes(abstract, compiled) if every and has_copies(abstract) else None
         self._unread: collections.deque[tuple[int, jax.Array]] = collections.deque()  # steps and their hashes
 
     def check(self, step: int, state: PyTree, now: bool = False) -> None:
@@ -66,7 +65,17 @@ class Replicas:
                                        found_by="replicas")
 
 
-def _first_holders(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[int]:
-    first: dict[str, int] = {}
-    pieces = leaf.sharding.devices_indices_map(leaf.shape).values()  # in the order of the mesh's devices
-    return [first.setdefault(str(piece), i) for i, piece in enumerate(pieces)]
+def has_copies(abstract: PyTree) -> bool:
+    """Return whether any device holds what another one holds too."""
+    first = _first_holders(abstract)
+    return bool((first != np.arange(len(first))[:, None]).any())
+
+
+def _first_holders(abstract: PyTree) -> np.ndarray:
+    """Return the first device that holds the same piece, for each [device, leaf]."""
+    def of(leaf: jax.ShapeDtypeStruct) -> list[int]:
+        first: dict[str, int] = {}
+        pieces = leaf.sharding.devices_indices_map(leaf.shape).values()  # in the order of the mesh's devices
+        return [first.setdefault(str(piece), i) for i, piece in enumerate(pieces)]
+
+    return np.stack([of(leaf) for leaf in jax.tree.leaves(abstract)], axis=1)
