@@ -102,7 +102,8 @@ def test_a_record_that_no_step_gives(tmp_path, capsys):
     """A run whose memory was faulty after step 5, which nothing but what it recorded shows."""
     with devices(1):
         for name, more in (("right", []), ("faulty", [Faulty()])):
-            jt.train(jt.build(config(**{"train.steps": 8, "checkpoint.every": 3}), **parts(extensions=more)), tmp_path / name)
+            run = jt.build(config(**{"train.steps": 8, "checkpoint.every": 3}), **parts(extensions=more))
+            jt.train(run, tmp_path / name)
         one = jt.bisect(tmp_path / "right", tmp_path / "faulty", parts=(parts(), parts(extensions=[Faulty()])))
     assert one.cause == bisecting.RECORD and one.step == 6 and "faulty does not compute what it recorded" in one.text
     with pytest.raises(jt.UserError, match=r"trained with parts of your own"):
