@@ -14,10 +14,10 @@ def origins(corpus: Corpus, split: str, source: str, rows: Any, number: int | No
     """Return the origin of each document in row `number` of `rows` (the rows of one source), as text for the user."""
     if number is None or not hasattr(rows, "places"):
         return []
-    return [_from(corpus, split, source, place) for place in rows.places(number)]
+    return [origin_at(corpus, split, source, place) for place in rows.places(number)]
 
 
-def _from(corpus: Corpus, split: str, source: str, place: int) -> str:
+def origin_at(corpus: Corpus, split: str, source: str, place: int) -> str:
     """Return the origin of the document at token `place` of a source's split, or of all sources end to end."""
     for name, part in corpus.parts.items():
         tokens: Tokens = getattr(part, split)
