@@ -1,0 +1,118 @@
+"""Which steps saw documents, as text for a terminal and as objects for JSON."""
+
+import shlex
+from collections.abc import Sequence
+from itertools import groupby
+
+from jaxtrain.base.annotations import JsonObject
+from jaxtrain.data.tracing.found_documents import FoundDocument
+from jaxtrain.runs.traced_run import Redo, Seen, TracedRun
+
+SHOWN = 10  # steps of a document that are shown as text
+
+
+def as_json(run: TracedRun, document: FoundDocument, seen: Sequence[Seen]) -> JsonObject:
+    """Return what is known of a document and of where the run has it."""
+    found: JsonObject = {"document": document.name, "split": document.split, "origin": document.origin(run.corpus),
+                         "tokens": document.stop - document.start}
+    if run.batches is None:
+        return found
+    past, future = counted(run, seen)
+    return found | {"steps_done": past, "steps_to_come": future, "seen": [_row(document, one) for one in seen]}
+
+
+def counted(run: TracedRun, seen: Sequence[Seen]) -> tuple[list[int], list[int]]:
+    """Return the steps that are done and saw it, and those to come that will."""
+    steps = sorted({one.step for one in seen if one.counts and one.step is not None})
+    return [step for step in steps if step < run.done], [step for step in steps if step >= run.done]
+
+
+def _row(document: FoundDocument, one: Seen) -> JsonObject:
+    first = one.token - document.start
+    row: JsonObject = {"step": one.step, "row": one.row, "positions": list(one.positions),
+                       "tokens": [first, first + one.positions[1] - one.positions[0]], "epoch": one.epoch}
+    if one.island is not None:
+        row["island"] = one.island
+    if one.step != one.batch:
+        row["batch"] = one.batch
+    if one.step is None:
+        row["skipped"] = True
+    if one.lost:
+        row["lost"] = True
+    return row
+
+
+def as_text(run: TracedRun, document: FoundDocument, seen: Sequence[Seen]) -> list[str]:
+    """Return lines about a document and where the run has it."""
+    lines = [f"document {document.name}: {document.origin(run.corpus)}, {document.stop - document.start:,} tokens"]
+    if document.split == "eval":
+        return [*lines, "  it is of the evaluation split, which no step trains on"]
+    if run.batches is None:
+        return lines
+    past, future = counted(run, seen)
+    lines.append(f"  seen by {_steps(len(past))} of {run.done:,} done, and by {_steps(len(future))} of "
+                 f"{max(0, run.steps - run.done):,} to come" if run.workdir else
+                 f"  will be seen by {_steps(len(future))} of {run.steps:,}")
+    if not seen:
+        lines.append("  no row has it: " + ("it is longer than a row, and never cut" if run.data.packing in (
+            "pairs", "answers") else "the run ends before its turn, it is in what is left behind the last whole row, or "
+            "it has no token to predict"))
+    by_batch = [list(some) for _, some in groupby(seen, key=lambda one: one.batch)]
+    for some in by_batch[:SHOWN]:
+        first = some[0]
+        when = f"batch {first.batch}, skipped" if first.step is None else f"step {first.step}"
+        where = "; ".join(_where(document, one) for one in some)
+        lines.append(f"  {when}{' (done)' if first.step is not None and first.step < run.done else ''}: {where}")
+    if len(by_batch) > SHOWN:
+        lines.append(f"  and {len(by_batch) - SHOWN:,} more, to step {by_batch[-1][0].step}; --json lists all")
+    return lines
+
+
+def _where(document: FoundDocument, one: Seen) -> str:
+    first = one.token - document.start
+    return (f"{f'island {one.island} ' if one.island is not None else ''}row {one.row} "
+            f"[{one.positions[0]}:{one.positions[1]}], tokens {first} to "
+            f"{first + one.positions[1] - one.positions[0]} of it, epoch {one.epoch}{', lost' * one.lost}")
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"
+
+
+def redo_json(run: TracedRun, redo: Redo | None) -> JsonObject:
+    """Return what to do so that the run has nothing of the documents, as an object."""
+    found: JsonObject = {"steps_done": run.done, "steps": run.steps}
+    if redo is None:
+        return found | {"redo": None}
+    start = redo.checkpoint or 0
+    return found | {"redo": {"first_seen": redo.first, "from_step": start, "to_step": redo.done - 1,
+                             "checkpoint": redo.checkpoint, "checkpoints_that_have_it": list(redo.newer),
+                             "command": command(run, redo)}}
+
+
+def redo_text(run: TracedRun, redo: Redo | None) -> list[str]:
+    """Return lines about what to do so that the run has nothing of the documents."""
+    if run.workdir is None:
+        return []
+    if redo is None:
+        return ["No step that is done saw it: the state of the run has nothing of it."]
+    start = redo.checkpoint or 0
+    lines = [f"Steps to redo: {start} to {redo.done - 1} ({redo.done - start:,}); step {redo.first} was the first that "
+             "saw it."]
+    if redo.newer:
+        lines.append(f"Checkpoints that have it: {', '.join(map(str, redo.newer))}; so has what was exported or begun "
+                     "from them.")
+    if redo.checkpoint is None:
+        lines.append("No good checkpoint is from before: train again from the start, in another workdir.")
+    else:
+        lines += [f"Checkpoint {redo.checkpoint} is the last one from before. To go back to it, and leave out the "
+                  "batches that have it:", *(f"  {line}" for line in command(run, redo))]
+    if run.init_from:
+        lines.append(f"The run began with {run.init_from}, which may have seen it before.")
+    return lines
+
+
+def command(run: TracedRun, redo: Redo) -> list[str]:
+    """Return the commands that take the run back to before it saw the documents."""
+    workdir = shlex.quote(f"{run.workdir}")
+    return [] if redo.checkpoint is None else [f"jaxtrain checkpoint restore-to {workdir} {redo.checkpoint}"]

@@ -1,0 +1,173 @@
+"""Trace documents to the steps of a run that saw them, or will, and to the checkpoint from before the first of them.
+
+Steps count from 0, as `jaxtrain inspect` shows them; metrics.jsonl has what was computed at step n as its step n + 1,
+and checkpoint n has the steps below n.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.base.annotations import JsonObject
+from jaxtrain.checkpoint import verify
+from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import Config, DataConfig
+from jaxtrain.data.corpus.corpus import Corpus, is_corpus
+from jaxtrain.data.corpus.text_cache import load_corpus
+from jaxtrain.data.loading.batch_source import BatchSource
+from jaxtrain.data.loading.configured import configured_batches
+from jaxtrain.data.loading.epochs import steps_in
+from jaxtrain.data.loading.skipped_batches import SkippedBatches
+from jaxtrain.data.tracing.inverse_batches import Sighting, sightings
+from jaxtrain.data.tracing.inverse_packing import Stretch
+from jaxtrain.distributed.run_lock import locked
+from jaxtrain.errors import UserError
+from jaxtrain.runs.recorded_run import RecordedRun
+from jaxtrain.runs.run_index import TAIL
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A row of a batch with some of a stretch: of which step it is, and where in the row it is."""
+
+    step: int | None  # None: the run skips the batch (skipped_batches.json)
+    batch: int
+    row: int
+    epoch: int
+    positions: tuple[int, int]
+    token: int  # the token of the split at the first of these positions
+    lost: bool  # the row is corrupt, and has no loss
+    island: int | None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is trained on."""
+        return self.step is not None and not self.lost
+
+
+@dataclass(frozen=True)
+class Redo:
+    """The steps to train again so that the state has nothing of what was seen."""
+
+    first: int  # the first step that saw it
+    done: int  # steps that are done
+    checkpoint: int | None  # the last good one from before; None: there is none, and the run begins again
+    newer: tuple[int, ...]  # checkpoints that have it
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """A corpus, and the run that trains on it, where there is one."""
+
+    corpus: Corpus
+    data: DataConfig
+    batches: BatchSource | None = None  # all of them, also those that are skipped; None: a corpus without a run
+    steps: int = 0  # that the run is to make
+    done: int = 0  # of them
+    workdir: Path | None = None  # None: the run has not begun
+    skipped: SkippedBatches = dataclasses.field(default_factory=SkippedBatches)
+    checkpoints: tuple[int, ...] = ()  # that are good
+    init_from: str = ""  # where its parameters came from
+
+    def seen(self, stretches: Sequence[Stretch]) -> list[list[Seen]]:
+        """Return for each stretch where the run has it, in the order of its batches."""
+        assert self.batches is not None
+        found: list[list[Seen]] = [[] for _ in stretches]
+        skipped = set(self.skipped.batches)
+        for one in sightings(self.batches, stretches, self.skipped.reach(self.steps)):
+            found[one.stretch].append(self._seen(one, skipped))
+        for some in found:
+            some.sort(key=lambda one: (one.batch, one.island or 0, one.row, one.positions))
+        return found
+
+    def _seen(self, one: Sighting, skipped: set[int]) -> Seen:
+        passed_over = sum(other < one.batch for other in self.skipped.batches)
+        return Seen(None if one.batch in skipped else one.batch - passed_over, one.batch, one.row, one.epoch,
+                    (one.span.begin, one.span.end), one.span.token, one.lost, one.island)
+
+    def redo(self, seen: Sequence[Seen]) -> Redo | None:
+        """Return what to train again because of what was seen; None: no step that is done saw it."""
+        past = [one.step for one in seen if one.counts and one.step is not None and one.step < self.done]
+        if not past:
+            return None
+        before = [step for step in self.checkpoints if step <= min(past)]
+        return Redo(min(past), self.done, max(before, default=None),
+                    tuple(step for step in self.checkpoints if step > min(past)))
+
+    def skip(self, seen: Sequence[Stretch]) -> tuple[int, ...]:
+        """Have the run skip all batches to come with these stretches; return those that it did not skip before.
+
+        What is done stays as it is: `jaxtrain checkpoint restore-to` comes first.
+        """
+        assert self.workdir is not None
+        done, record = max(self.checkpoints, default=0), self.skipped
+        with locked(self.workdir, 0) as other:
+            if other:
+                raise UserError("--skip", f"the run is using {self.workdir} ({other})", "stop it, then run this again")
+            while True:  # each batch that is skipped makes room for another one, which may have them, too
+                run = dataclasses.replace(self, skipped=record)
+                more = {one.batch for some in run.seen(seen) for one in some if one.counts and (one.step or 0) >= done}
+                if not more:
+                    break
+                record = dataclasses.replace(record, batches=tuple(sorted({*record.batches, *more})))
+            if record != self.skipped:
+                record.write(self.workdir)
+        return tuple(sorted({*record.batches} - {*self.skipped.batches}))
+
+
+def open_traced(where: str, overrides: JsonObject | None = None, done: int | None = None) -> TracedRun:
+    """Open the run in a workdir, the run that a config describes, or a corpus alone.
+
+    `done`: how many of the steps are done; None: as many as metrics.jsonl has.
+    """
+    if (Path(where) / "config.json").is_file():
+        return _recorded(Path(where), overrides or {}, done)
+    if where.partition(".py:")[0].endswith((".py", ".json")) or ".py:" in where:
+        return _planned(load_config(where, overrides))
+    if overrides:
+        raise UserError(f"--config.{next(iter(overrides))}", f"{where} is a corpus, which has no config",
+                        "trace CONFIG with --config.data.source=CORPUS")
+    if not is_corpus(where) and not Path(where).exists():
+        raise UserError("CORPUS_OR_RUN", f"{where} does not exist", "give a workdir, a config or a corpus")
+    data = DataConfig(source=where)
+    return TracedRun(load_corpus(data), data)
+
+
+def _planned(config: Config) -> TracedRun:
+    """Return a run that has not begun."""
+    refuse(config, {})
+    corpus = load_corpus(config.data)
+    batches = configured_batches(config.model, config.data, config.diloco, corpus, {})
+    steps = config.train.steps or steps_in(batches, config.train.epochs)
+    return TracedRun(corpus, config.data, batches, steps, init_from=config.train.init_from)
+
+
+def _recorded(workdir: Path, overrides: JsonObject, done: int | None) -> TracedRun:
+    run = RecordedRun(workdir, TAIL)
+    config = load_config(workdir / "config.json", overrides)
+    refuse(config, run.run.get("own_parts") or {})
+    planned = _planned(config)
+    then = run.run.get("data_manifests") or {}
+    if changed := [name for name, now in planned.corpus.manifests.items() if then.get(name, now) != now]:
+        raise UserError(f"data.mixture.{changed[0]}" if changed[0] else "data.source",
+                        f"{workdir} was trained on another version of it", "bring that one back")
+    directory = workdir / "checkpoints"
+    good = tuple(step for step in verify.steps(directory) if verify.good(directory, step) is not None)
+    return dataclasses.replace(planned, workdir=workdir, checkpoints=good, steps=max(planned.steps, run.step),
+                               done=run.step if done is None else done,
+                               skipped=SkippedBatches.read(workdir) or SkippedBatches())
+
+
+def refuse(config: Config, own_parts: Mapping[str, Any]) -> None:
+    """Refuse a run whose batches do not follow from a corpus of text, by the name of what they follow from."""
+    if config.rl.prompts:
+        raise UserError("rl.prompts", "batches are made of the answers of the model as it trains, and cannot be "
+                        "inverted", "search WORKDIR/rollouts/STEP.jsonl, which has them")
+    if "data" in own_parts:
+        raise UserError("data", "the run trained on batches given by data=, which are not made from a corpus",
+                        "look for the document where they are made")
+    if not config.model.text:
+        raise UserError("model.name", f"{config.model.name} trains on prepared sequences, and only text is traced",
+                        "give a run on text")
