@@ -10,9 +10,18 @@ or a corpus, of which documents are found.
 """
 
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.commands.flags import Parser, add_json, add_subcommand, command, overrides_of, parser_of, tell_json
 from jaxtrain.errors import UserError, tell
+
+if TYPE_CHECKING:  # imported when a command runs, as --help does without
+    from jaxtrain.data.tracing.inverse_packing import Stretch
+    from jaxtrain.runs.traced_run import Seen, TracedRun
+
+SPLITS = ("train", "eval")
 
 
 @command()
@@ -24,7 +33,12 @@ def main(argv: list[str] | None) -> None:
         raise UserError("command line", f"--{' and --'.join(asked)} are given" if asked else "it does not say what to "
                         "trace", "give one of --document, --text and --eval")
     overrides = overrides_of(rest, vars(flags))
-    _documents(flags, overrides)
+    if flags.document:
+        _documents(flags, overrides)
+    elif flags.text:
+        _text(flags, overrides)
+    else:
+        _eval(flags, overrides)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +54,13 @@ def parser() -> argparse.ArgumentParser:
                        "prints it, such as 'a.jsonl byte 12'")
     trace.add_argument("--text", help="find the documents with exactly this text, and what has seen it")
     trace.add_argument("--eval", metavar="FILE", help="find what documents have of the items of an evaluation set")
+    trace.add_argument("--field", nargs="+", default=[], metavar="NAME",
+                       help="with --eval, the fields of a record that make the item; default: all that are text")
+    trace.add_argument("--ngram", type=int, default=13, help="with --eval, the words in a row that count as "
+                       "contamination; default: 13")
+    trace.add_argument("--near_threshold", type=float, default=0.8, help="with --eval, the share of an item's windows "
+                       "of five words that makes a document a near duplicate; default: 0.8")
+    trace.add_argument("--workers", type=int, help="processes that read the corpus; default: number of cores")
     add_json(trace)
     return made
 
@@ -50,15 +71,67 @@ def _documents(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
 
     run = traced_run.open_traced(flags.where, overrides)
     found = list(dict.fromkeys(one for wanted in flags.document for one in find(run.corpus, wanted)))
-    trained = [one for one in found if one.split == "train"]
-    seen = run.seen([one.stretch for one in trained]) if run.batches is not None else [[] for _ in trained]
-    of = dict(zip(trained, seen, strict=True))
-    for one in found:
-        if flags.json:
-            tell_json(trace_report.as_json(run, one, of.get(one, [])))
-        else:
-            tell("\n".join(trace_report.as_text(run, one, of.get(one, []))))
-    if run.batches is not None:
-        redo = run.redo([one for some in seen for one in some])
-        tell_json(trace_report.redo_json(run, redo)) if flags.json else [
-            tell(line) for line in trace_report.redo_text(run, redo)]
+    seen = _seen(run, [one.stretch if one.split == "train" else None for one in found])
+    for one, rows in zip(found, seen, strict=True):
+        _tell(flags, trace_report.as_json(run, one, rows), trace_report.as_text(run, one, rows))
+    _redo(flags, run, seen)
+
+
+def _text(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
+    from jaxtrain.data.tracing.document_texts import searched
+    from jaxtrain.data.tracing.text_matches import TextSearch
+    from jaxtrain.runs import trace_report, traced_run
+
+    run = traced_run.open_traced(flags.where, overrides)
+    matches = sorted((one for some in searched(run.data, run.corpus, TextSearch(flags.text.encode()), SPLITS,
+                                               _workers(flags)) for one in some), key=trace_report.in_order)
+    seen = _seen(run, [one.stretch if one.document.split == "train" else None for one in matches])
+    for one, rows in zip(matches, seen, strict=True):
+        _tell(flags, trace_report.match_json(run, one, rows), trace_report.match_text(run, one, rows))
+    if not matches and not flags.json:
+        tell("no document has exactly this text")
+    _redo(flags, run, seen)
+
+
+def _eval(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
+    from jaxtrain.data.tracing.contamination import EvalSearch
+    from jaxtrain.data.tracing.document_texts import searched
+    from jaxtrain.runs import contamination_report, traced_run
+
+    search = EvalSearch(flags.eval, tuple(flags.field), flags.ngram, flags.near_threshold)
+    search.items()  # before the corpus is opened, which may take long
+    run = traced_run.open_traced(flags.where, overrides)
+    found = contamination_report.gathered(searched(run.data, run.corpus, search, ["train"], _workers(flags)))
+    made = list(contamination_report.objects(run, search, found))
+    tell_json(*made) if flags.json else tell("\n".join(contamination_report.as_text(run, made)))
+
+
+def _seen(run: "TracedRun", stretches: Sequence["Stretch | None"]) -> list[list["Seen"]]:
+    """Return where the run has each stretch; None: it is not of the training split."""
+    asked = [stretch for stretch in stretches if stretch is not None]
+    found = iter(run.seen(asked) if run.batches is not None else [[] for _ in asked])
+    return [[] if stretch is None else next(found) for stretch in stretches]
+
+
+def _tell(flags: argparse.Namespace, one: JsonObject, lines: Sequence[str]) -> None:
+    tell_json(one) if flags.json else tell("\n".join(lines))
+
+
+def _redo(flags: argparse.Namespace, run: "TracedRun", seen: Sequence[Sequence["Seen"]]) -> None:
+    from jaxtrain.runs import trace_report
+
+    if run.batches is None:
+        return
+    redo = run.redo([one for some in seen for one in some])
+    if flags.json:
+        tell_json(trace_report.redo_json(run, redo))
+    elif lines := trace_report.redo_text(run, redo):
+        tell("\n".join(lines))
+
+
+def _workers(flags: argparse.Namespace) -> int:
+    from jaxtrain.data.prepare.job import cores
+
+    if flags.workers is not None and flags.workers < 1:
+        raise UserError("--workers", f"{flags.workers} is not a number of processes", "give 1 or more")
+    return flags.workers or cores()

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from jaxtrain.base.annotations import JsonObject
+from jaxtrain.config import data_stages
 from jaxtrain.data.tracing.found_documents import FoundDocument
+from jaxtrain.data.tracing.inverse_batches import held
+from jaxtrain.data.tracing.text_matches import TextMatch
 from jaxtrain.runs.traced_run import Redo, Seen, TracedRun
 
 SHOWN = 10  # steps of a document that are shown as text
@@ -45,18 +48,40 @@ def _row(document: FoundDocument, one: Seen) -> JsonObject:
 def as_text(run: TracedRun, document: FoundDocument, seen: Sequence[Seen]) -> list[str]:
     """Return lines about a document and where the run has it."""
     lines = [f"document {document.name}: {document.origin(run.corpus)}, {document.stop - document.start:,} tokens"]
+    return lines + _seen_text(run, document, seen)
+
+
+def in_order(match: TextMatch) -> tuple[object, ...]:
+    """Return what matches are sorted by."""
+    one = match.document
+    return one.source, one.split != "train", one.number, match.bytes
+
+
+def match_json(run: TracedRun, match: TextMatch, seen: Sequence[Seen]) -> JsonObject:
+    """Return what is known of a place with a text, and of where the run has it."""
+    found = as_json(run, match.document, seen)
+    return {"document": found.pop("document"), "split": found.pop("split"), "origin": found.pop("origin"),
+            "bytes": list(match.bytes), "text_tokens": list(match.tokens), "same_tokens": match.same_tokens, **found}
+
+
+def match_text(run: TracedRun, match: TextMatch, seen: Sequence[Seen]) -> list[str]:
+    """Return lines about a place with a text, and about where the run has it."""
+    one, same = match.document, "the same as of the text alone" if match.same_tokens else "tokenized otherwise"
+    return [f"document {one.name}: {one.origin(run.corpus)}; bytes {match.bytes[0]} to {match.bytes[1]}, tokens "
+            f"{match.tokens[0]} to {match.tokens[1]} of it, {same}", *_seen_text(run, one, seen)]
+
+
+def _seen_text(run: TracedRun, document: FoundDocument, seen: Sequence[Seen]) -> list[str]:
     if document.split == "eval":
-        return [*lines, "  it is of the evaluation split, which no step trains on"]
+        return ["  it is of the evaluation split, which no step trains on"]
     if run.batches is None:
-        return lines
+        return []
     past, future = counted(run, seen)
-    lines.append(f"  seen by {_steps(len(past))} of {run.done:,} done, and by {_steps(len(future))} of "
-                 f"{max(0, run.steps - run.done):,} to come" if run.workdir else
-                 f"  will be seen by {_steps(len(future))} of {run.steps:,}")
+    lines = [f"  seen by {_steps(len(past))} of {run.done:,} done, and by {_steps(len(future))} of "
+             f"{max(0, run.steps - run.done):,} to come" if run.workdir else
+             f"  will be seen by {_steps(len(future))} of {run.steps:,}"]
     if not seen:
-        lines.append("  no row has it: " + ("it is longer than a row, and never cut" if run.data.packing in (
-            "pairs", "answers") else "the run ends before its turn, it is in what is left behind the last whole row, or "
-            "it has no token to predict"))
+        lines.append(f"  {_why_not(run, document)}")
     by_batch = [list(some) for _, some in groupby(seen, key=lambda one: one.batch)]
     for some in by_batch[:SHOWN]:
         first = some[0]
@@ -66,6 +91,20 @@ def as_text(run: TracedRun, document: FoundDocument, seen: Sequence[Seen]) -> li
     if len(by_batch) > SHOWN:
         lines.append(f"  and {len(by_batch) - SHOWN:,} more, to step {by_batch[-1][0].step}; --json lists all")
     return lines
+
+
+def _why_not(run: TracedRun, document: FoundDocument) -> str:
+    """Return why no step has a document, or a place in it."""
+    assert run.batches is not None
+    if held(run.batches, document.stretch):
+        return "the run ends before its turn"
+    if document.source not in {source.name for source in data_stages.sources(run.data) if source.weight}:
+        return "the weight of its source is 0"
+    if run.data.packing in ("pairs", "answers"):
+        return "no row has it: it is longer than data.seq_len, and never cut"
+    if run.data.packing == "concat":
+        return "no row has it: it is in what is left behind the last whole row"
+    return "no row has it: it has no token to predict"
 
 
 def _where(document: FoundDocument, one: Seen) -> str:

@@ -52,6 +52,19 @@ def sightings(batches: BatchSource, stretches: Sequence[Stretch], stop: int) -> 
     yield from found
 
 
+def held(batches: BatchSource, stretch: Stretch) -> bool:
+    """Return whether a row has some of a stretch, so that it is seen once it is its turn."""
+    if isinstance(batches, IslandPart):
+        return held(batches.whole, stretch)
+    if isinstance(batches, Curriculum):
+        found = ((part.rows[source], batches.eras[part.stage.era].orders[source].length * part.per_unit)
+                 for part in batches.parts for source, name in enumerate(batches.names) if name == stretch.source)
+    else:
+        assert isinstance(batches, Batches | BucketedBatches)
+        found = iter([(batches.all_rows, len(batches.all_rows))])
+    return any(span.row < count for rows, count in found for span in spans(rows, stretch))
+
+
 def _rows_with(rows: Any, stretches: Sequence[Stretch], source: str) -> dict[int, list[tuple[int, Span]]]:
     """Return the rows of a source that have stretches, each with what it has of which."""
     found: dict[int, list[tuple[int, Span]]] = {}

@@ -1,0 +1,222 @@
+"""Compare a corpus with the items of an evaluation set: equal runs of words, and near duplicates.
+
+- Exact: a document has `ngram` consecutive words of the item, 13 by default, as in GPT-3 (arXiv 2005.14165, appendix
+  C), whose N is 8 to 13 by the length of the items; an item with fewer words is compared as a whole. Beside the count
+  stand the share of the item's words that matches cover, as in Llama 3 (arXiv 2407.21783, 5.1.4, with 8-grams), and the
+  longest run in one document, which tells best what a model gains (arXiv 2411.03923).
+- Near: a document contains at least `threshold` of the item's windows of 5 words (Broder 1997, "On the resemblance and
+  containment of documents"). Items are few, so this is counted rather than estimated by MinHash. A document with that
+  Jaccard similarity (resemblance), which `prepare --deduplicate=near` looks for, contains at least as much.
+"""
+
+import functools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.base.annotations import Json
+from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+from jaxtrain.data.tracing.document_texts import ReadDocument
+from jaxtrain.data.tracing.found_documents import FoundDocument
+from jaxtrain.data.tracing.inverse_packing import Stretch
+from jaxtrain.data.tracing.word_windows import WORD, Vocabulary, WindowIndex, words_of
+from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import reason
+
+FEWEST = 8  # words of an item that can be judged
+SHINGLE = 5  # words, as in near_duplicates.Near
+KEPT = 10  # documents that are kept for each item
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a document has of an item."""
+
+    item: int
+    document: FoundDocument
+    ngrams: frozenset[int]  # where in the item matching n-grams begin
+    longest: int  # words of the item in one piece; 0: fewer than an n-gram
+    containment: float  # the share of the item's shingles that the document has
+    resemblance: float  # their Jaccard similarity; 0 unless the containment reaches the threshold
+    tokens: tuple[tuple[int, int], ...]  # of the document, that hold what matches
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """The tokens that hold what matches."""
+        start = self.document.start
+        return [Stretch(self.document.source, start + a, start + b) for a, b in self.tokens]
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items of an evaluation set that can be judged, and the indices of their windows."""
+
+    lines: list[int]
+    names: list[str]
+    texts: list[np.ndarray]  # the words of each item, by number
+    vocabulary: Vocabulary
+    ngrams: list[WindowIndex]  # one for each size
+    shingles: WindowIndex
+    shingle_counts: list[int]  # distinct ones of each item
+    ngram: int
+
+    def size(self, item: int) -> int:
+        """Return the words of an n-gram of an item."""
+        return min(self.ngram, len(self.texts[item]))
+
+    def judged(self, item: int) -> bool:
+        """Return whether an item has enough words to be judged."""
+        return len(self.texts[item]) >= min(FEWEST, self.ngram)
+
+
+@dataclass(frozen=True)
+class EvalSearch:
+    """The search for the items of an evaluation set, JSON lines, in documents."""
+
+    path: str
+    fields: tuple[str, ...] = ()  # of a record that make the item; (): all that are text
+    ngram: int = 13
+    threshold: float = 0.8
+
+    def __post_init__(self):
+        if self.ngram < 3:
+            raise UserError("--ngram", f"{self.ngram} words are in nearly every text", "give 8 to 13")
+        if not 0 < self.threshold <= 1:
+            raise UserError("--near_threshold", f"{self.threshold} is not a share", "try 0.8")
+
+    def items(self) -> Items:
+        """Read the items, once for each process."""
+        return _items(self)
+
+    def search(self, documents: Sequence[ReadDocument], tokenizer: Tokenizer) -> list[Overlap]:
+        """Return what these documents have of all items."""
+        items = self.items()
+        numbers = [items.vocabulary.numbers(words_of(one.text)) for one in documents]
+        starts = np.cumsum([0, *(len(some) + 1 for some in numbers)])
+        together = np.concatenate([np.zeros(0, np.int64), *(np.append(some, 0) for some in numbers)])
+        pairs: dict[tuple[int, int], _Matches] = {}
+        for index in (*items.ngrams, items.shingles):
+            found = index.find(together)
+            owner = np.searchsorted(starts, found.places, "right") - 1
+            order = np.lexsort((found.places, found.texts, owner))
+            owner, texts = owner[order], found.texts[order]
+            edges = np.flatnonzero(np.diff(owner, prepend=-1) | np.diff(texts, prepend=-1))
+            for a, b in zip(edges, [*edges[1:], len(order)], strict=True):
+                places = found.places[order[a:b]] - starts[owner[a]]
+                matches = pairs.setdefault((int(owner[a]), int(texts[a])), _Matches())
+                if index is items.shingles:
+                    matches.shingles = places, found.positions[order[a:b]]
+                else:
+                    matches.ngrams = places, found.positions[order[a:b]]
+        made = (self._overlap(items, item, documents[number], matches, tokenizer)
+                for (number, item), matches in pairs.items())
+        return [one for one in made if one is not None]
+
+    def _overlap(self, items: Items, item: int, document: ReadDocument, matches: "_Matches",
+                 tokenizer: Tokenizer) -> Overlap | None:
+        """Return what a document has of an item, if that is an n-gram or enough shingles."""
+        exact, (places, positions) = len(matches.ngrams[0]) > 0, matches.shingles
+        distinct = {items.texts[item][position: position + SHINGLE].tobytes() for position in positions.tolist()}
+        containment = len(distinct) / max(1, items.shingle_counts[item])
+        near = containment >= self.threshold
+        if not exact and not near:
+            return None
+        resemblance = 0.0
+        if near:
+            words = words_of(document.text)
+            theirs = len({*zip(*(words[i:] for i in range(SHINGLE)), strict=False)})
+            resemblance = len(distinct) / (items.shingle_counts[item] + theirs - len(distinct))
+        size = items.size(item) if exact else SHINGLE
+        runs = _merged(np.unique(matches.ngrams[0] if exact else places), size)
+        return Overlap(item, document.document, frozenset(matches.ngrams[1].tolist()),
+                       _longest(*matches.ngrams, size) if exact else 0, containment, resemblance,
+                       tuple(_tokens(document, tokenizer, runs)))
+
+
+@dataclass
+class _Matches:
+    """Where windows of a document, by word, are those of an item."""
+
+    ngrams: tuple[np.ndarray, np.ndarray] = field(default_factory=lambda: (np.zeros(0, np.int64),) * 2)
+    shingles: tuple[np.ndarray, np.ndarray] = field(default_factory=lambda: (np.zeros(0, np.int64),) * 2)
+
+
+def _merged(places: np.ndarray, size: int) -> list[tuple[int, int]]:
+    """Return the runs of words that windows at these places cover."""
+    breaks = np.flatnonzero(np.diff(places) > size) + 1
+    return [(int(some[0]), int(some[-1]) + size) for some in np.split(places, breaks) if len(some)]
+
+
+def _longest(places: np.ndarray, positions: np.ndarray, size: int) -> int:
+    """Return the most words that follow each other in the document as they do in the item."""
+    order = np.lexsort((positions, places - positions))
+    together = (np.diff(positions[order]) == 1) & (np.diff((places - positions)[order]) == 0)
+    ends = np.flatnonzero(np.concatenate([[True], ~together, [True]]))
+    return int(np.diff(ends).max()) + size - 1
+
+
+def _tokens(document: ReadDocument, tokenizer: Tokenizer, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the tokens of a document that hold these runs of its words."""
+    at = [match.span() for match in WORD.finditer(document.text)]
+    for first, stop in runs:
+        a, b = (len(document.text[:place].encode()) for place in (at[first][0], at[stop - 1][1]))
+        yield document.stretch(tokenizer, a, b)
+
+
+@functools.lru_cache(maxsize=1)
+def _items(search: EvalSearch) -> Items:
+    lines, names, words = [], [], []
+    for line, name, text in _records(search):
+        lines.append(line)
+        names.append(name)
+        words.append(words_of(text))
+    if not lines:
+        raise UserError("--eval", f"{search.path} has no items", "give a file of JSON lines")
+    vocabulary = Vocabulary(words)
+    texts = [vocabulary.numbers(some) for some in words]
+    least = min(FEWEST, search.ngram)
+    judged = [item for item, some in enumerate(texts) if len(some) >= least]
+    sizes = sorted({min(search.ngram, len(texts[item])) for item in judged})
+    ngrams = [WindowIndex(texts, [item for item in judged if min(search.ngram, len(texts[item])) == size], size)
+              for size in sizes]
+    counts = [len({some[i: i + SHINGLE].tobytes() for i in range(len(some) - SHINGLE + 1)}) for some in texts]
+    judged = [item for item in judged if counts[item]]
+    return Items(lines, names, texts, vocabulary, ngrams, WindowIndex(texts, judged, SHINGLE), counts, search.ngram)
+
+
+def _records(search: EvalSearch) -> Iterator[tuple[int, str, str]]:
+    """Yield the number of each line, the record's id or "", and the text of the item."""
+    path = Path(search.path).expanduser()
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError("--eval", f"{path} {reason(error)}", "give a file of JSON lines") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError("--eval", f"line {number} of {path} {reason(error)}", "give a file of JSON lines, with an "
+                            "item in each") from None
+        fields = record if isinstance(record, dict) else {}
+        if missing := [name for name in search.fields if name not in fields]:
+            raise UserError("--field", f"line {number} of {path} has no {missing[0]!r}",
+                            f"give some of {', '.join(fields)}" if fields else "leave it out")
+        chosen = [fields[name] for name in search.fields] if search.fields else record
+        yield number, f"{fields.get('id', '')}", "\n".join(_strings(chosen))
+
+
+def _strings(value: Json) -> Iterator[str]:
+    """Yield all text in a value, in order; names of fields are not among it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _strings(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(one)
