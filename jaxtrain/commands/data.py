@@ -11,6 +11,7 @@ or a corpus, of which documents are found.
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtrain.base.annotations import JsonObject
@@ -32,6 +33,9 @@ def main(argv: list[str] | None) -> None:
     if len(asked) != 1:
         raise UserError("command line", f"--{' and --'.join(asked)} are given" if asked else "it does not say what to "
                         "trace", "give one of --document, --text and --eval")
+    if flags.skip and flags.eval:
+        raise UserError("--skip", "an evaluation set may be in many batches", "skip those of single documents, with "
+                        "--document")
     overrides = overrides_of(rest, vars(flags))
     if flags.document:
         _documents(flags, overrides)
@@ -54,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
                        "prints it, such as 'a.jsonl byte 12'")
     trace.add_argument("--text", help="find the documents with exactly this text, and what has seen it")
     trace.add_argument("--eval", metavar="FILE", help="find what documents have of the items of an evaluation set")
+    trace.add_argument("--skip", metavar="WORKDIR", help="have the run in its workdir, or in a new one, skip all "
+                       "batches to come that have what --document or --text finds")
     trace.add_argument("--field", nargs="+", default=[], metavar="NAME",
                        help="with --eval, the fields of a record that make the item; default: all that are text")
     trace.add_argument("--ngram", type=int, default=13, help="with --eval, the words in a row that count as "
@@ -74,7 +80,7 @@ def _documents(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     seen = _seen(run, [one.stretch if one.split == "train" else None for one in found])
     for one, rows in zip(found, seen, strict=True):
         _tell(flags, trace_report.as_json(run, one, rows), trace_report.as_text(run, one, rows))
-    _redo(flags, run, seen)
+    _redo(flags, run, seen, [one.stretch for one in found if one.split == "train"], ["--document", *flags.document])
 
 
 def _text(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
@@ -90,7 +96,7 @@ def _text(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
         _tell(flags, trace_report.match_json(run, one, rows), trace_report.match_text(run, one, rows))
     if not matches and not flags.json:
         tell("no document has exactly this text")
-    _redo(flags, run, seen)
+    _redo(flags, run, seen, [one.stretch for one in matches if one.document.split == "train"], ["--text", flags.text])
 
 
 def _eval(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
@@ -117,16 +123,23 @@ def _tell(flags: argparse.Namespace, one: JsonObject, lines: Sequence[str]) -> N
     tell_json(one) if flags.json else tell("\n".join(lines))
 
 
-def _redo(flags: argparse.Namespace, run: "TracedRun", seen: Sequence[Sequence["Seen"]]) -> None:
+def _redo(flags: argparse.Namespace, run: "TracedRun", seen: Sequence[Sequence["Seen"]],
+          stretches: Sequence["Stretch"], again: Sequence[str]) -> None:
+    """Tell what to do so that the run has nothing of what was found, or have it skip the batches to come."""
     from jaxtrain.runs import trace_report
 
-    if run.batches is None:
-        return
-    redo = run.redo([one for some in seen for one in some])
-    if flags.json:
-        tell_json(trace_report.redo_json(run, redo))
-    elif lines := trace_report.redo_text(run, redo):
-        tell("\n".join(lines))
+    if flags.skip:
+        if run.batches is None:
+            raise UserError("--skip", f"{flags.where} is a corpus, without a run", "give a workdir or a config")
+        skipped = run.skip(stretches, Path(flags.skip))
+        tell_json({"skipped_from_now_on": skipped}) if flags.json else tell(
+            trace_report.skipped_text(run, skipped, flags.skip))
+    elif run.batches is not None:
+        redo = run.redo([one for some in seen for one in some])
+        if flags.json:
+            tell_json(trace_report.redo_json(run, redo, again))
+        elif lines := trace_report.redo_text(run, redo, again):
+            tell("\n".join(lines))
 
 
 def _workers(flags: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from itertools import groupby
 
 from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config import data_stages
+from jaxtrain.data.loading.skipped_batches import FILE
 from jaxtrain.data.tracing.found_documents import FoundDocument
 from jaxtrain.data.tracing.inverse_batches import held
 from jaxtrain.data.tracing.text_matches import TextMatch
@@ -96,10 +97,10 @@ def _seen_text(run: TracedRun, document: FoundDocument, seen: Sequence[Seen]) ->
 def _why_not(run: TracedRun, document: FoundDocument) -> str:
     """Return why no step has a document, or a place in it."""
     assert run.batches is not None
+    if not any(stage.weights[document.source] for stage in data_stages.stages(run.data)):
+        return "the weight of its source is 0"
     if held(run.batches, document.stretch):
         return "the run ends before its turn"
-    if document.source not in {source.name for source in data_stages.sources(run.data) if source.weight}:
-        return "the weight of its source is 0"
     if run.data.packing in ("pairs", "answers"):
         return "no row has it: it is longer than data.seq_len, and never cut"
     if run.data.packing == "concat":
@@ -118,40 +119,54 @@ def _steps(count: int) -> str:
     return f"{count:,} step{'s' * (count != 1)}"
 
 
-def redo_json(run: TracedRun, redo: Redo | None) -> JsonObject:
-    """Return what to do so that the run has nothing of the documents, as an object."""
-    found: JsonObject = {"steps_done": run.done, "steps": run.steps}
-    if redo is None:
-        return found | {"redo": None}
-    start = redo.checkpoint or 0
-    return found | {"redo": {"first_seen": redo.first, "from_step": start, "to_step": redo.done - 1,
-                             "checkpoint": redo.checkpoint, "checkpoints_that_have_it": list(redo.newer),
-                             "command": command(run, redo)}}
+def redo_json(run: TracedRun, redo: Redo | None, again: Sequence[str]) -> JsonObject:
+    """Return what to do so that the run has nothing of the documents, as an object; `again`: as `commands` takes it."""
+    found: JsonObject = {"steps": run.steps, "done": run.done, "redo": None}
+    if redo is not None:
+        found["redo"] = {"first_seen": redo.first, "from_step": redo.checkpoint or 0, "to_step": redo.done - 1,
+                         "checkpoint": redo.checkpoint, "checkpoints_that_have_it": list(redo.newer),
+                         "commands": commands(run, redo, again)}
+    return found
 
 
-def redo_text(run: TracedRun, redo: Redo | None) -> list[str]:
+def redo_text(run: TracedRun, redo: Redo | None, again: Sequence[str]) -> list[str]:
     """Return lines about what to do so that the run has nothing of the documents."""
     if run.workdir is None:
         return []
     if redo is None:
         return ["No step that is done saw it: the state of the run has nothing of it."]
     start = redo.checkpoint or 0
-    lines = [f"Steps to redo: {start} to {redo.done - 1} ({redo.done - start:,}); step {redo.first} was the first that "
+    lines = [f"To redo: steps {start} to {redo.done - 1} ({redo.done - start:,}); step {redo.first} was the first that "
              "saw it."]
     if redo.newer:
         lines.append(f"Checkpoints that have it: {', '.join(map(str, redo.newer))}; so has what was exported or begun "
                      "from them.")
-    if redo.checkpoint is None:
-        lines.append("No good checkpoint is from before: train again from the start, in another workdir.")
-    else:
-        lines += [f"Checkpoint {redo.checkpoint} is the last one from before. To go back to it, and leave out the "
-                  "batches that have it:", *(f"  {line}" for line in command(run, redo))]
+    lines.append("No good checkpoint is from before. Train from the start in a workdir that skips the batches with it:"
+                 if redo.checkpoint is None else f"Checkpoint {redo.checkpoint} is the last one from before. To go back "
+                 "to it, and skip the batches with it:")
+    lines += [f"  {line}" for line in commands(run, redo, again)]
     if run.init_from:
         lines.append(f"The run began with {run.init_from}, which may have seen it before.")
     return lines
 
 
-def command(run: TracedRun, redo: Redo) -> list[str]:
-    """Return the commands that take the run back to before it saw the documents."""
-    workdir = shlex.quote(f"{run.workdir}")
-    return [] if redo.checkpoint is None else [f"jaxtrain checkpoint restore-to {workdir} {redo.checkpoint}"]
+def commands(run: TracedRun, redo: Redo, again: Sequence[str]) -> list[str]:
+    """Return the commands that take the run back to before it saw the documents, and keep it from seeing them.
+
+    `again`: the flags that name the documents.
+    """
+    workdir = f"{run.workdir}"
+    skip = ["jaxtrain", "data", "trace", workdir, *again, "--skip"]
+    if redo.checkpoint is None:
+        return [shlex.join([*skip, f"{workdir}-again"])]
+    return [shlex.join(["jaxtrain", "checkpoint", "restore-to", workdir, f"{redo.checkpoint}"]),
+            shlex.join([*skip, workdir])]
+
+
+def skipped_text(run: TracedRun, batches: Sequence[int], workdir: str) -> str:
+    """Return a line about batches that the run in a workdir skips from now on."""
+    if not batches:
+        return "The run skips all batches to come that have it, or has none."
+    rows = sum(run.batches.shape(batch)[0] for batch in batches) if run.batches else 0
+    return (f"The run skips {len(batches):,} batches ({rows:,} rows) from now on, which have it: "
+            f"{', '.join(map(str, batches[:SHOWN]))}{', ...' * (len(batches) > SHOWN)}; {workdir}/{FILE} lists them.")

@@ -96,25 +96,45 @@ class TracedRun:
         return Redo(min(past), self.done, max(before, default=None),
                     tuple(step for step in self.checkpoints if step > min(past)))
 
-    def skip(self, seen: Sequence[Stretch]) -> tuple[int, ...]:
-        """Have the run skip all batches to come with these stretches; return those that it did not skip before.
+    def skip(self, stretches: Sequence[Stretch], workdir: Path) -> tuple[int, ...]:
+        """Have the run in a workdir, its own or a new one, skip all batches to come that have these stretches.
 
-        What is done stays as it is: `jaxtrain checkpoint restore-to` comes first.
+        Returns:
+            the batches that it did not skip before.
+
+        Raises:
+            UserError: the newest checkpoint has them already.
         """
-        assert self.workdir is not None
-        done, record = max(self.checkpoints, default=0), self.skipped
-        with locked(self.workdir, 0) as other:
+        own = self.workdir is not None and workdir.absolute() == self.workdir.absolute()
+        if not own and (workdir / "config.json").exists():
+            raise UserError("--skip", f"{workdir} has another run", "give this run's workdir, or a new one")
+        workdir.mkdir(parents=True, exist_ok=True)
+        saved = max(verify.steps(workdir / "checkpoints"), default=0)
+        with locked(workdir, 0) as other:
             if other:
-                raise UserError("--skip", f"the run is using {self.workdir} ({other})", "stop it, then run this again")
-            while True:  # each batch that is skipped makes room for another one, which may have them, too
-                run = dataclasses.replace(self, skipped=record)
-                more = {one.batch for some in run.seen(seen) for one in some if one.counts and (one.step or 0) >= done}
-                if not more:
-                    break
+                raise UserError("--skip", f"another process is using {workdir} ({other})",
+                                "stop the run, then run this again")
+            before = self.skipped if own else SkippedBatches()
+            record = self.skipped if own else SkippedBatches(self.skipped.batches)  # a new run, without what this skips
+            while more := self._skipping(record)._having(stretches):
+                if (first := min(more)) < record.reach(saved):
+                    raise UserError("--skip", f"checkpoint {saved} has it, from batch {first} on", self._go_back(first))
                 record = dataclasses.replace(record, batches=tuple(sorted({*record.batches, *more})))
-            if record != self.skipped:
-                record.write(self.workdir)
-        return tuple(sorted({*record.batches} - {*self.skipped.batches}))
+            if record != before:
+                record.write(workdir)
+        return tuple(sorted({*record.batches} - {*before.batches}))
+
+    def _skipping(self, record: SkippedBatches) -> "TracedRun":
+        return dataclasses.replace(self, skipped=record)
+
+    def _having(self, stretches: Sequence[Stretch]) -> set[int]:
+        """Return the batches with these stretches that it does not skip; skipping them makes room for further ones."""
+        return {one.batch for some in self.seen(stretches) for one in some if one.counts}
+
+    def _go_back(self, batch: int) -> str:
+        before = max((step for step in self.checkpoints if self.skipped.reach(step) <= batch), default=None)
+        return ("give a new workdir, to train in again from the start" if before is None else
+                f"first go back: jaxtrain checkpoint restore-to {self.workdir} {before}")
 
 
 def open_traced(where: str, overrides: JsonObject | None = None, done: int | None = None) -> TracedRun:
@@ -155,8 +175,8 @@ def _recorded(workdir: Path, overrides: JsonObject, done: int | None) -> TracedR
                         f"{workdir} was trained on another version of it", "bring that one back")
     directory = workdir / "checkpoints"
     good = tuple(step for step in verify.steps(directory) if verify.good(directory, step) is not None)
-    return dataclasses.replace(planned, workdir=workdir, checkpoints=good, steps=max(planned.steps, run.step),
-                               done=run.step if done is None else done,
+    done = max([run.step, *good]) if done is None else done
+    return dataclasses.replace(planned, workdir=workdir, checkpoints=good, steps=max(planned.steps, done), done=done,
                                skipped=SkippedBatches.read(workdir) or SkippedBatches())
 
 

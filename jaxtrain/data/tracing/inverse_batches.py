@@ -5,7 +5,6 @@ The work is that of the answer: for each stretch and epoch one permutation is in
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
