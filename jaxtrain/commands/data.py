@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     trace.add_argument("--skip", metavar="WORKDIR", help="have the run in its workdir, or in a new one, skip all "
                        "batches to come that have what --document or --text finds")
     trace.add_argument("--field", nargs="+", default=[], metavar="NAME",
-                       help="with --eval, the fields of a record that make the item; default: all that are text")
+                       help="with --eval, the fields of a record that make the item; default: all text but the id")
     trace.add_argument("--ngram", type=int, default=13, help="with --eval, the words in a row that count as "
                        "contamination; default: 13")
     trace.add_argument("--near_threshold", type=float, default=0.8, help="with --eval, the share of an item's windows "

@@ -141,9 +141,9 @@ def redo_text(run: TracedRun, redo: Redo | None, again: Sequence[str]) -> list[s
     if redo.newer:
         lines.append(f"Checkpoints that have it: {', '.join(map(str, redo.newer))}; so has what was exported or begun "
                      "from them.")
-    lines.append("No good checkpoint is from before. Train from the start in a workdir that skips the batches with it:"
-                 if redo.checkpoint is None else f"Checkpoint {redo.checkpoint} is the last one from before. To go back "
-                 "to it, and skip the batches with it:")
+    lines.append("No good checkpoint is from before. Train from the start in a workdir that skips batches with it:"
+                 if redo.checkpoint is None else
+                 f"Checkpoint {redo.checkpoint} is the last one from before. To go back and skip batches with it:")
     lines += [f"  {line}" for line in commands(run, redo, again)]
     if run.init_from:
         lines.append(f"The run began with {run.init_from}, which may have seen it before.")

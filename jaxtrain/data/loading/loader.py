@@ -60,7 +60,7 @@ class Batches:
         there = places < len(self.all_rows) if self.num_batches else np.ones(len(places), bool)
         if there.all():
             return take(self.all_rows, self.order.rows(places))
-        batch = {name: np.zeros((len(places), *column.shape), column.dtype) for name, column in self.all_rows[0].items()}
+        batch = {name: np.zeros((len(places), *x.shape), x.dtype) for name, x in self.all_rows[0].items()}
         if there.any():
             for name, column in take(self.all_rows, self.order.rows(places[there])).items():
                 batch[name][there] = column

@@ -13,6 +13,7 @@ import functools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,7 @@ class EvalSearch:
     """The search for the items of an evaluation set, JSON lines, in documents."""
 
     path: str
-    fields: tuple[str, ...] = ()  # of a record that make the item; (): all that are text
+    fields: tuple[str, ...] = ()  # of a record that make the item; (): all that are text, but the id
     ngram: int = 13
     threshold: float = 0.8
 
@@ -104,7 +105,7 @@ class EvalSearch:
             order = np.lexsort((found.places, found.texts, owner))
             owner, texts = owner[order], found.texts[order]
             edges = np.flatnonzero(np.diff(owner, prepend=-1) | np.diff(texts, prepend=-1))
-            for a, b in zip(edges, [*edges[1:], len(order)], strict=True):
+            for a, b in pairwise([*edges.tolist(), len(order)]):
                 places = found.places[order[a:b]] - starts[owner[a]]
                 matches = pairs.setdefault((int(owner[a]), int(texts[a])), _Matches())
                 if index is items.shingles:
@@ -206,7 +207,8 @@ def _records(search: EvalSearch) -> Iterator[tuple[int, str, str]]:
         if missing := [name for name in search.fields if name not in fields]:
             raise UserError("--field", f"line {number} of {path} has no {missing[0]!r}",
                             f"give some of {', '.join(fields)}" if fields else "leave it out")
-        chosen = [fields[name] for name in search.fields] if search.fields else record
+        names = search.fields or [name for name in fields if name != "id"]
+        chosen = [fields[name] for name in names] if fields else record
         yield number, f"{fields.get('id', '')}", "\n".join(_strings(chosen))
 
 

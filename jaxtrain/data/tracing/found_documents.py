@@ -103,7 +103,8 @@ def _content(path: str) -> bytes:
     try:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
-        raise UserError("--document", f"{path} cannot be read ({error.strerror})", "name a file with the text") from None
+        raise UserError("--document", f"{path} cannot be read ({error.strerror})",
+                        "name a file with the text") from None
 
 
 def _by_key(corpus: Corpus, source: str, keys: set[str]) -> Iterator[FoundDocument]:
