@@ -33,6 +33,8 @@ def main(argv: list[str] | None) -> None:
     if len(asked) != 1:
         raise UserError("command line", f"--{' and --'.join(asked)} are given" if asked else "it does not say what to "
                         "trace", "give one of --document, --text and --eval")
+    if flags.workers is not None and flags.workers < 1:
+        raise UserError("--workers", f"{flags.workers} is not a number of processes", "give 1 or more")
     if flags.skip and flags.eval:
         raise UserError("--skip", "an evaluation set may be in many batches", "skip those of single documents, with "
                         "--document")
@@ -145,6 +147,4 @@ def _redo(flags: argparse.Namespace, run: "TracedRun", seen: Sequence[Sequence["
 def _workers(flags: argparse.Namespace) -> int:
     from jaxtrain.data.prepare.job import cores
 
-    if flags.workers is not None and flags.workers < 1:
-        raise UserError("--workers", f"{flags.workers} is not a number of processes", "give 1 or more")
     return flags.workers or cores()

@@ -135,7 +135,7 @@ def test_fields_and_mistakes(case, tmp_path):
     assert {len(text) for text in items.texts} == {2} and items.names[3] == "q3" and items.lines[3] == 7
     (tmp_path / "bad.jsonl").write_text('{"a": "b"}\n{"a"')
     (tmp_path / "none.jsonl").write_text("\n")
-    for path, keys, words in ((folder / "items.jsonl", {"fields": ("answer",)}, "has no 'answer'; give some of id, n, "),
+    for path, keys, words in ((folder / "items.jsonl", {"fields": ("answer",)}, "has no 'answer'; give"),
                               (tmp_path / "bad.jsonl", {}, "line 2 of .*bad.jsonl is not valid JSON"),
                               (tmp_path / "none.jsonl", {}, "has no items"), (tmp_path / "no", {}, "cannot be read"),
                               (folder / "items.jsonl", {"ngram": 2}, "nearly every text"),

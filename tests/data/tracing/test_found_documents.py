@@ -72,7 +72,7 @@ def test_plain_text(opened, folder):
         found, = find(corpus, f"{i}.txt")
         assert text_of(corpus, found) == f"text {i} "
         assert find(corpus, f"@{folder}/text/{i}.txt") == [found]
-    with pytest.raises(UserError, match="no document is '9.txt'"):
+    with pytest.raises(UserError, match=r"no document is '9\.txt'"):
         find(corpus, "9.txt")
 
 

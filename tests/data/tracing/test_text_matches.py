@@ -44,7 +44,7 @@ def test_all_places_and_their_tokens(corpus, text, monkeypatch):
         whole = opened.tokenizer.decode(tokens.read(one.document.start, one.document.stop)).encode()
         assert whole[slice(*one.bytes)].decode() == text
 
-        def held(first, stop, tokens=tokens, start=start):  # broken characters are replaced: compare where there are none
+        def held(first, stop, tokens=tokens, start=start):
             return opened.tokenizer.decode(tokens.read(start + first, start + stop))
 
         assert text in held(a, b)
