@@ -1,4 +1,4 @@
-"""Trace documents: which steps of a run saw them, and what of an evaluation set is in a corpus.
+"""Find the steps of a run that saw a document, a text or an evaluation set.
 
     jaxtrain data trace WORKDIR --document=1234
     jaxtrain data trace WORKDIR --document=@letter.txt --json

@@ -1,4 +1,4 @@
-"""What a corpus has of an evaluation set, by item and in all, and which steps see it."""
+"""Reports of the overlap of a corpus with an evaluation set, by item and in all, and of the steps that see it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ SHOWN = 20  # items, and SHOWN steps of each document, that are shown as text
 
 @dataclass
 class ItemOverlaps:
-    """What all documents have of an item."""
+    """The overlap of all documents with an item."""
 
     documents: int = 0
     ngrams: set[int] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Which steps saw documents, as text for a terminal and as objects for JSON."""
+"""Reports of the steps that saw documents, as text for a terminal and as objects for JSON."""
 
 import shlex
 from collections.abc import Sequence

@@ -5,12 +5,11 @@ and checkpoint n has the steps below n.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from jaxtrain.base.annotations import JsonObject
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.checkpoint import verify
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config, DataConfig
@@ -180,7 +179,7 @@ def _recorded(workdir: Path, overrides: JsonObject, done: int | None) -> TracedR
                                skipped=SkippedBatches.read(workdir) or SkippedBatches())
 
 
-def refuse(config: Config, own_parts: Mapping[str, Any]) -> None:
+def refuse(config: Config, own_parts: JsonMapping) -> None:
     """Refuse a run whose batches do not follow from a corpus of text, by the name of what they follow from."""
     if config.rl.prompts:
         raise UserError("rl.prompts", "batches are made of the answers of the model as it trains, and cannot be "

@@ -24,7 +24,7 @@ class _Era:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A stage, and the position at which it begins."""
 
     stage: Stage
@@ -50,7 +50,7 @@ class Curriculum:
         limits = [source.epochs or math.inf for source in sources]
         seeds = [seed if not name else _seed(seed, name) for name in self.names]
         self.eras: list[_Era] = []
-        self.parts: list[_Part] = []
+        self.parts: list[Part] = []
         tokens, epochs = 0, [0.0] * len(self.names)
         for era in range(stages[-1].era + 1):
             mine = [stage for stage in stages if stage.era == era]
@@ -60,7 +60,7 @@ class Curriculum:
                       zip(self.names, seeds, strict=True)]
             place, weights = 0, []
             for stage, stop in zip(mine, stops, strict=True):
-                self.parts.append(_Part(stage, place, tokens, [rows(name, stage.seq_len) for name in self.names],
+                self.parts.append(Part(stage, place, tokens, [rows(name, stage.seq_len) for name in self.names],
                                          stage.unit // stage.seq_len))
                 weights.append((place, [stage.weights[name] for name in self.names]))
                 if stop < math.inf:
@@ -147,7 +147,7 @@ class Curriculum:
         sources, numbers = self.locate(step, [index])
         return self.names[sources[0]], self._at(step).rows[sources[0]], int(numbers[0])
 
-    def _at(self, step: int) -> _Part:
+    def _at(self, step: int) -> Part:
         return next(part for part in reversed(self.parts) if part.stage.start <= max(step, 0))
 
     def _epochs(self, era: _Era, place: int) -> list[float]:

@@ -1,1 +1,1 @@
-"""Which steps see a document: the batch of a step, inverted by arithmetic; and which documents contain a text."""
+"""Trace documents to the steps that see them, by inverting batches, and find documents by what they contain."""

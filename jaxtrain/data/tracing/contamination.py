@@ -34,7 +34,7 @@ KEPT = 10  # documents that are kept for each item
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a document has of an item."""
+    """The overlap of a document with an item."""
 
     item: int
     document: FoundDocument
@@ -139,7 +139,7 @@ class EvalSearch:
 
 @dataclass
 class _Matches:
-    """Where windows of a document, by word, are those of an item."""
+    """The windows of a document that are those of an item: their places, by word, in the one and in the other."""
 
     ngrams: tuple[np.ndarray, np.ndarray] = field(default_factory=lambda: (np.zeros(0, np.int64),) * 2)
     shingles: tuple[np.ndarray, np.ndarray] = field(default_factory=lambda: (np.zeros(0, np.int64),) * 2)

@@ -5,16 +5,17 @@ The work is that of the answer: for each stretch and epoch one permutation is in
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from jaxtrain.data.corpus.corruption import SparedRows
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.bucketing import BucketedBatches
-from jaxtrain.data.loading.curriculum import Curriculum
+from jaxtrain.data.loading.curriculum import Curriculum, Part
 from jaxtrain.data.loading.island_part import IslandPart
 from jaxtrain.data.loading.loader import Batches
+from jaxtrain.data.loading.shuffle import Order
+from jaxtrain.data.packing.document_rows import DocumentRows
 from jaxtrain.data.tracing.inverse_packing import Span, Stretch, spans
 from jaxtrain.data.tracing.inverse_shuffle import place_of, places_of
 from jaxtrain.errors import UserError
@@ -64,7 +65,7 @@ def held(batches: BatchSource, stretch: Stretch) -> bool:
     return any(span.row < count for rows, count in found for span in spans(rows, stretch))
 
 
-def _rows_with(rows: Any, stretches: Sequence[Stretch], source: str) -> dict[int, list[tuple[int, Span]]]:
+def _rows_with(rows: object, stretches: Sequence[Stretch], source: str) -> dict[int, list[tuple[int, Span]]]:
     """Return the rows of a source that have stretches, each with what it has of which."""
     found: dict[int, list[tuple[int, Span]]] = {}
     for number, stretch in enumerate(stretches):
@@ -73,15 +74,15 @@ def _rows_with(rows: Any, stretches: Sequence[Stretch], source: str) -> dict[int
     return found
 
 
-def _lost(rows: Any, number: int) -> bool:
+def _lost(rows: object, number: int) -> bool:
     """Return whether a row is corrupt; it is read if such rows are spared."""
     if not isinstance(rows, SparedRows):
         return False
-    rows.row(number, int(rows.lengths[number])) if hasattr(rows.rows, "lengths") else rows[number]
+    rows.row(number, int(rows.lengths[number])) if isinstance(rows.rows, DocumentRows) else rows[number]
     return number in rows.lost
 
 
-def _between(order: Any, units: Sequence[int], low: int, high: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _between(order: Order, units: Sequence[int], low: int, high: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield units and the places from `low` to `high` of the endless order that draw them, in epochs that matter."""
     many = np.asarray(units, np.int64)
     together = max(1, CHUNK // max(1, len(many)))
@@ -117,7 +118,7 @@ def _in_stages(batches: Curriculum, stretches: Sequence[Stretch], stop: int) -> 
                 yield from _in_stage(batches, part, min(end, stop), stretches)
 
 
-def _in_stage(batches: Curriculum, part: Any, stop: int, stretches: Sequence[Stretch]) -> Iterator[Sighting]:
+def _in_stage(batches: Curriculum, part: Part, stop: int, stretches: Sequence[Stretch]) -> Iterator[Sighting]:
     """Yield what the steps of a stage before `stop` have."""
     era, per_step = batches.eras[part.stage.era], part.stage.batch // part.per_unit
     first, last = part.place, int(min(part.place_at(stop), era.mixture.end))

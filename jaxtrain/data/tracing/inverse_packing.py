@@ -6,7 +6,6 @@ not held by rows that end with the document, in which it is a target of the posi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -35,21 +34,21 @@ class Span:
     token: int
 
 
-def spans(rows: Any, stretch: Stretch) -> Iterator[Span]:
+def spans(rows: object, stretch: Stretch) -> Iterator[Span]:
     """Yield where rows hold a stretch: all positions with one of its tokens as the input or, with a loss, the target.
 
     Tokens that no row holds are left out: the rest of a split that does not fill a row, and what does not fit.
     """
     rows = rows.rows if isinstance(rows, SparedRows) else rows
+    if not isinstance(rows, PackedRows | FittedRows | DocumentRows):
+        raise TypeError(f"rows of {type(rows).__name__} cannot be searched")
     begins, ends = document_at(rows.tokens, stretch.start)
     trained = rows.tokens.trained(stretch.start, stretch.start + 1)
     # The position before a token has it as its target, unless it belongs to another document.
     first = max(begins, stretch.start - 1) if trained is None or trained[0] else stretch.start
     if isinstance(rows, PackedRows):
         return _concatenated(rows, first, stretch.stop)
-    if isinstance(rows, FittedRows | DocumentRows):
-        return _in_pieces(rows, first, stretch.stop, *_whole(rows.tokens, begins, ends))
-    raise TypeError(f"rows of {type(rows).__name__} cannot be searched")
+    return _in_pieces(rows, first, stretch.stop, *_whole(rows.tokens, begins, ends))
 
 
 def document_at(tokens: Tokens, place: int) -> tuple[int, int]:

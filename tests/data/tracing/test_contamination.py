@@ -1,4 +1,4 @@
-"""What documents have of an evaluation set is what a slow look at all n-grams finds; MinHash finds no more."""
+"""Overlaps with an evaluation set are those that a slow look at all n-grams finds; MinHash finds no more."""
 
 import json
 import random
@@ -126,7 +126,8 @@ def test_minhash_finds_no_more(case):
 
 def test_words():
     assert words_of("Don't SHOUT,\n snake_case 3.14 Straße_ 你好 world世界 かな 한국어") == [
-        "don", "t", "shout", "snake", "case", "3", "14", "straße", "你", "好", "world", "世", "界", "か", "な", "한국어"]
+        "don", "t", "shout", "snake", "case", "3", "14", "straße",
+        "你", "好", "world", "世", "界", "か", "な", "한국어"]
 
 
 def test_fields_and_mistakes(case, tmp_path):

@@ -1,4 +1,4 @@
-"""Where the inverse finds documents, and stretches of them, is where a look at every batch finds them."""
+"""The inverse finds documents, and stretches of them, where a look at every batch finds them."""
 
 import random
 from collections import defaultdict
