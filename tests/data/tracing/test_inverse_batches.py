@@ -8,10 +8,11 @@ import pytest
 
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data.corpus.corpus import Corpus, Shard, Tokens
+from jaxtrain.data.corpus.corruption import Lost
 from jaxtrain.data.loading.batches import train_batches
 from jaxtrain.data.loading.island_part import island_batches
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
-from jaxtrain.data.tracing.inverse_batches import sightings
+from jaxtrain.data.tracing.inverse_batches import held, sightings
 from jaxtrain.data.tracing.inverse_packing import Stretch
 from tests.tiers import slow_if
 
@@ -151,3 +152,40 @@ def test_islands_have_the_rows_of_all(index):
         found[one.island, one.stretch, one.batch, one.row].update(range(one.span.begin, one.span.end))
     assert found == {(island, *key): places for island, part in enumerate(parts)
                      for key, places in looked_up(part, corpus, stretches, 20).items()}
+
+
+def test_a_rest_that_fills_no_unit_is_never_drawn():
+    """Rows of 4 tokens are parts of rows of 32, and what is left behind the last of these has rows of 4 as well."""
+    rng = random.Random(3)
+    ids, lengths = np.arange(32 * 40 + 30), [10] * 131
+    corpus = corpus_of(Tokens((Shard(ids, np.cumsum([0, *lengths])),), 1), "a")
+    config = DataConfig(seq_len=4, global_batch_size=16, stages=[{"from_step": 25, "seq_len": 32}])
+    agrees(config, corpus, rng)
+    batches = train_batches(config, corpus)
+    assert not held(batches, Stretch("", 1290, 1300)) and held(batches, Stretch("", 1270, 1290))
+    assert not list(sightings(batches, [Stretch("", 1290, 1300)], 1000))
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "bucket"])
+def test_corrupt_rows_are_lost(packing):
+    """The rows with documents beside a corrupt place are lost, too."""
+    class Corrupt:
+        def __len__(self):
+            return len(ids)
+
+        def __getitem__(self, where):
+            if where.start <= 500 < where.stop:
+                raise Lost
+            return ids[where]
+
+    ids, lengths = np.arange(1000), [20] * 50
+    corpus = corpus_of(Tokens((Shard(Corrupt(), np.cumsum([0, *lengths])),), 1), "a")
+    config = DataConfig(packing=packing, seq_len=48, global_batch_size=2, corrupt="skip_and_count")
+    batches = train_batches(config, corpus)
+    found = list(sightings(batches, [Stretch("", start, start + 20) for start in range(0, 1000, 20)], 50))
+    for one in found:
+        assert one.lost == (not batches.rows(one.batch, [one.row])["segments"].any())
+    lost = {one.stretch for one in found if one.lost}
+    assert lost == {25} if packing == "bucket" else 25 in lost and 1 < len(lost) < 5
+    assert {one.stretch for one in found if not one.lost} == (
+        {*range(48)} - {24, 25} if packing == "concat" else {*range(50)} - lost)
