@@ -90,7 +90,7 @@ def _text(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     from jaxtrain.data.tracing.text_matches import TextSearch
     from jaxtrain.runs import trace_report, traced_run
 
-    run = traced_run.open_traced(flags.where, overrides)
+    run = _with_text(traced_run.open_traced(flags.where, overrides), "--text")
     matches = sorted((one for some in searched(run.data, run.corpus, TextSearch(flags.text.encode()), SPLITS,
                                                _workers(flags)) for one in some), key=trace_report.in_order)
     seen = _seen(run, [one.stretch if one.document.split == "train" else None for one in matches])
@@ -108,10 +108,16 @@ def _eval(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
 
     search = EvalSearch(flags.eval, tuple(flags.field), flags.ngram, flags.near_threshold)
     search.items()  # before the corpus is opened, which may take long
-    run = traced_run.open_traced(flags.where, overrides)
+    run = _with_text(traced_run.open_traced(flags.where, overrides), "--eval")
     found = contamination_report.gathered(searched(run.data, run.corpus, search, ["train"], _workers(flags)))
     made = list(contamination_report.objects(run, search, found))
     tell_json(*made) if flags.json else tell("\n".join(contamination_report.as_text(run, made)))
+
+
+def _with_text(run: "TracedRun", flag: str) -> "TracedRun":
+    if not run.text:
+        raise UserError(flag, "the corpus has prepared sequences, without text to search", "name them by --document")
+    return run
 
 
 def _seen(run: "TracedRun", stretches: Sequence["Stretch | None"]) -> list[list["Seen"]]:

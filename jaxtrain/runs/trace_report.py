@@ -17,12 +17,12 @@ SHOWN = 10  # steps of a document that are shown as text
 
 def as_json(run: TracedRun, document: FoundDocument, seen: Sequence[Seen]) -> JsonObject:
     """Return what is known of a document and of where the run has it."""
-    found: JsonObject = {"document": document.name, "split": document.split, "origin": document.origin(run.corpus),
-                         "tokens": document.stop - document.start}
+    found: JsonObject = {"document": document.name, "split": document.split, "origin": document.origin(run.corpus)}
+    found |= {"tokens": document.stop - document.start} if run.text else {}
     if run.batches is None:
         return found
     past, future = counted(run, seen)
-    return found | {"steps_done": past, "steps_to_come": future, "seen": [_row(document, one) for one in seen]}
+    return found | {"steps_done": past, "steps_to_come": future, "seen": [_row(run, document, one) for one in seen]}
 
 
 def counted(run: TracedRun, seen: Sequence[Seen]) -> tuple[list[int], list[int]]:
@@ -31,10 +31,10 @@ def counted(run: TracedRun, seen: Sequence[Seen]) -> tuple[list[int], list[int]]
     return [step for step in steps if step < run.done], [step for step in steps if step >= run.done]
 
 
-def _row(document: FoundDocument, one: Seen) -> JsonObject:
+def _row(run: TracedRun, document: FoundDocument, one: Seen) -> JsonObject:
     first = one.token - document.start
-    row: JsonObject = {"step": one.step, "row": one.row, "positions": list(one.positions),
-                       "tokens": [first, first + one.positions[1] - one.positions[0]], "epoch": one.epoch}
+    row: JsonObject = {"step": one.step, "row": one.row, "positions": list(one.positions), "epoch": one.epoch}
+    row |= {"tokens": [first, first + one.positions[1] - one.positions[0]]} if run.text else {}
     if one.island is not None:
         row["island"] = one.island
     if one.step != one.batch:
@@ -48,7 +48,8 @@ def _row(document: FoundDocument, one: Seen) -> JsonObject:
 
 def as_text(run: TracedRun, document: FoundDocument, seen: Sequence[Seen]) -> list[str]:
     """Return lines about a document and where the run has it."""
-    lines = [f"document {document.name}: {document.origin(run.corpus)}, {document.stop - document.start:,} tokens"]
+    size = f", {document.stop - document.start:,} tokens" if run.text else ""
+    lines = [f"document {document.name}: {document.origin(run.corpus)}{size}"]
     return lines + _seen_text(run, document, seen)
 
 
@@ -87,7 +88,7 @@ def _seen_text(run: TracedRun, document: FoundDocument, seen: Sequence[Seen]) ->
     for some in by_batch[:SHOWN]:
         first = some[0]
         when = f"batch {first.batch}, skipped" if first.step is None else f"step {first.step}"
-        where = "; ".join(_where(document, one) for one in some)
+        where = "; ".join(_where(run, document, one) for one in some)
         lines.append(f"  {when}{' (done)' if first.step is not None and first.step < run.done else ''}: {where}")
     if len(by_batch) > SHOWN:
         lines.append(f"  and {len(by_batch) - SHOWN:,} more, to step {by_batch[-1][0].step}; --json lists all")
@@ -108,11 +109,12 @@ def _why_not(run: TracedRun, document: FoundDocument) -> str:
     return "no row has it: it has no token to predict"
 
 
-def _where(document: FoundDocument, one: Seen) -> str:
+def _where(run: TracedRun, document: FoundDocument, one: Seen) -> str:
+    begin, end = one.positions
     first = one.token - document.start
-    return (f"{f'island {one.island} ' if one.island is not None else ''}row {one.row} "
-            f"[{one.positions[0]}:{one.positions[1]}], tokens {first} to "
-            f"{first + one.positions[1] - one.positions[0]} of it, epoch {one.epoch}{', lost' * one.lost}")
+    island = "" if one.island is None else f"island {one.island} "
+    tokens = f", tokens {first} to {first + end - begin} of it" if run.text else ""
+    return f"{island}row {one.row} [{begin}:{end}]{tokens}, epoch {one.epoch}{', lost' * one.lost}"
 
 
 def _steps(count: int) -> str:

@@ -14,15 +14,19 @@ from jaxtrain.checkpoint import verify
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config, DataConfig
 from jaxtrain.data.corpus.corpus import Corpus, is_corpus
-from jaxtrain.data.corpus.text_cache import load_corpus
+from jaxtrain.data.corpus.sequences import FORMAT as SEQUENCES
+from jaxtrain.data.corpus.sequences import open_sequences
+from jaxtrain.data.corpus.text_cache import cache_root, load_corpus
 from jaxtrain.data.loading.batch_source import BatchSource
-from jaxtrain.data.loading.configured import configured_batches
+from jaxtrain.data.loading.configured import configured_batches, configured_corpus
 from jaxtrain.data.loading.epochs import steps_in
 from jaxtrain.data.loading.skipped_batches import SkippedBatches
 from jaxtrain.data.tracing.inverse_batches import Sighting, sightings
 from jaxtrain.data.tracing.inverse_packing import Stretch
+from jaxtrain.data.tracing.sequence_documents import as_documents
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import LARGE, read_json
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.runs.run_index import TAIL
 
@@ -69,6 +73,7 @@ class TracedRun:
     skipped: SkippedBatches = dataclasses.field(default_factory=SkippedBatches)
     checkpoints: tuple[int, ...] = ()  # that are good
     init_from: str = ""  # where its parameters came from
+    text: bool = True  # whether documents are text; otherwise each is a prepared sequence
 
     def seen(self, stretches: Sequence[Stretch]) -> list[list[Seen]]:
         """Return for each stretch where the run has it, in the order of its batches."""
@@ -150,17 +155,21 @@ def open_traced(where: str, overrides: JsonObject | None = None, done: int | Non
                         "trace CONFIG with --config.data.source=CORPUS")
     if not is_corpus(where) and not Path(where).exists():
         raise UserError("CORPUS_OR_RUN", f"{where} does not exist", "give a workdir, a config or a corpus")
-    data = DataConfig(source=where)
+    data, manifest = DataConfig(source=where), Path(where, "manifest.json")
+    if manifest.is_file() and read_json(manifest, limit=LARGE).get("format") == SEQUENCES:
+        return TracedRun(as_documents(open_sequences(where, cache_root(data))), data, text=False)
     return TracedRun(load_corpus(data), data)
 
 
 def _planned(config: Config) -> TracedRun:
     """Return a run that has not begun."""
     refuse(config, {})
-    corpus = load_corpus(config.data)
-    batches = configured_batches(config.model, config.data, config.diloco, corpus, {})
+    corpus = configured_corpus(config.model, config.data)
+    batches = configured_batches(config.model, config.data, config.diloco, corpus, {})  # arrays do not decide the order
     steps = config.train.steps or steps_in(batches, config.train.epochs)
-    return TracedRun(corpus, config.data, batches, steps, init_from=config.train.init_from)
+    documents = corpus if isinstance(corpus, Corpus) else as_documents(corpus)
+    return TracedRun(documents, config.data, batches, steps, init_from=config.train.init_from,
+                     text=isinstance(corpus, Corpus))
 
 
 def _recorded(workdir: Path, overrides: JsonObject, done: int | None) -> TracedRun:
@@ -180,13 +189,10 @@ def _recorded(workdir: Path, overrides: JsonObject, done: int | None) -> TracedR
 
 
 def refuse(config: Config, own_parts: JsonMapping) -> None:
-    """Refuse a run whose batches do not follow from a corpus of text, by the name of what they follow from."""
+    """Refuse a run whose batches do not follow from a corpus, by the name of what they follow from."""
     if config.rl.prompts:
         raise UserError("rl.prompts", "batches are made of the answers of the model as it trains, and cannot be "
                         "inverted", "search WORKDIR/rollouts/STEP.jsonl, which has them")
     if "data" in own_parts:
         raise UserError("data", "the run trained on batches given by data=, which are not made from a corpus",
                         "look for the document where they are made")
-    if not config.model.text:
-        raise UserError("model.name", f"{config.model.name} trains on prepared sequences, and only text is traced",
-                        "give a run on text")

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.data.corpus.corpus import SPLITS, Corpus, Tokens
-from jaxtrain.data.corpus.open import array, read_manifest
-from jaxtrain.data.corpus.origins import PLACES, origin_at
+from jaxtrain.data.corpus.open import array
+from jaxtrain.data.corpus.origins import PLACES, manifest_of, origin_at, pieces_of
 from jaxtrain.data.formats.inputs import content_hash
 from jaxtrain.data.tracing.inverse_packing import Stretch
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.files.bounded_files import LARGE, read_json
 
 _PLACE = re.compile(rf"(.*?)(?: group (\d+))?(?: (?:{'|'.join({*filter(None, PLACES.values()), 'line', 'document'})})"
                     r" (\d+))?")
@@ -110,7 +109,7 @@ def _content(path: str) -> bytes:
 def _by_key(corpus: Corpus, source: str, keys: set[str]) -> Iterator[FoundDocument]:
     """Yield documents whose content has one of these hashes; that of a conversation covers its prompt only."""
     part = corpus.part(source)
-    manifest = read_json(part.path / "manifest.json", limit=LARGE)
+    manifest = manifest_of(part)
     if "splits" not in manifest:  # text tokenized on first use, whose documents are listed
         for split in SPLITS:
             for number, file in enumerate(manifest[split]["files"]):
@@ -118,7 +117,7 @@ def _by_key(corpus: Corpus, source: str, keys: set[str]) -> Iterator[FoundDocume
                     yield numbered(corpus, source, split, number)
         return
     wanted = [np.frombuffer(bytes.fromhex(key), np.uint8) for key in keys if len(key) == 32]
-    for split, shard, entry in _shards(read_manifest(part.path)):
+    for split, shard, entry in _shards(manifest):
         path = part.path / f"{entry['name']}.keys.npy"
         if not path.exists():
             raise UserError("--document", f"{path} is not here: content hashes are not fetched with a remote corpus",
@@ -132,7 +131,7 @@ def _by_key(corpus: Corpus, source: str, keys: set[str]) -> Iterator[FoundDocume
 
 def _by_place(corpus: Corpus, source: str, wanted: str) -> Iterator[FoundDocument]:
     part = corpus.part(source)
-    manifest = read_json(part.path / "manifest.json", limit=LARGE)
+    manifest = manifest_of(part)
     match = _PLACE.fullmatch(wanted)
     assert match  # all groups may be empty
     name, group, place = match[1], match[2], match[3]
@@ -143,15 +142,15 @@ def _by_place(corpus: Corpus, source: str, wanted: str) -> Iterator[FoundDocumen
                 if file == wanted.partition(" from byte ")[0]:
                     yield numbered(corpus, source, split, number)
         return
-    manifest = read_manifest(part.path)
-    pieces = {(task, number) for task, some in enumerate(manifest["inputs"]) for number, piece in enumerate(some)
+    tasks = {entry["task"] for *_, entry in _shards(manifest)}
+    pieces = {(task, number) for task in tasks for number, piece in enumerate(pieces_of(manifest, task))
               if piece["name"] == name and (group is None or piece["start"] == int(group))}
     if not pieces:
         names = {piece["name"] for some in manifest["inputs"] for piece in some}
         raise UserError("--document", f"no document is {wanted!r}", nearest(name, names) if len(names) < 1000 else _FIX)
-    tasks = {task for task, _ in pieces}
+    with_it = {task for task, _ in pieces}
     for split, shard, entry in _shards(manifest):
-        if entry["task"] in tasks:
+        if entry["task"] in with_it:
             origins = array(part.path / f"{entry['name']}.origins.npy")
             there = np.isin(origins["piece"], [number for task, number in pieces if task == entry["task"]])
             there &= origins["place"] == int(place) if place else True

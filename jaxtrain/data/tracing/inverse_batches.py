@@ -14,6 +14,7 @@ from jaxtrain.data.loading.bucketing import BucketedBatches
 from jaxtrain.data.loading.curriculum import Curriculum, Part
 from jaxtrain.data.loading.island_part import IslandPart
 from jaxtrain.data.loading.loader import Batches
+from jaxtrain.data.loading.modalities.spec_augment import AugmentedBatches
 from jaxtrain.data.loading.shuffle import Order
 from jaxtrain.data.packing.document_rows import DocumentRows
 from jaxtrain.data.tracing.inverse_packing import Span, Stretch, spans
@@ -38,8 +39,9 @@ class Sighting:
 
 def sightings(batches: BatchSource, stretches: Sequence[Stretch], stop: int) -> Iterator[Sighting]:
     """Yield where the batches before number `stop` have these stretches, in no particular order."""
+    batches = batches.batches if isinstance(batches, AugmentedBatches) else batches
     stop = stop if batches.num_batches is None else min(stop, batches.num_batches)
-    if type(batches) is Batches:
+    if isinstance(batches, Batches):
         found = _in_order(batches, stretches, stop)
     elif isinstance(batches, BucketedBatches):
         found = _in_buckets(batches, stretches, stop)
@@ -48,14 +50,14 @@ def sightings(batches: BatchSource, stretches: Sequence[Stretch], stop: int) -> 
     elif isinstance(batches, IslandPart):
         found = _on_islands(batches, stretches, stop)
     else:
-        raise UserError("data", f"batches of {type(batches).__name__} cannot be inverted", "trace a run on text")
+        raise UserError("data", f"batches of {type(batches).__name__} cannot be inverted", "trace a run on a corpus")
     yield from found
 
 
 def held(batches: BatchSource, stretch: Stretch) -> bool:
     """Return whether a row has some of a stretch, so that it is seen once it is its turn."""
-    if isinstance(batches, IslandPart):
-        return held(batches.whole, stretch)
+    if isinstance(batches, IslandPart | AugmentedBatches):
+        return held(batches.whole if isinstance(batches, IslandPart) else batches.batches, stretch)
     if isinstance(batches, Curriculum):
         found = ((part.rows[source], batches.eras[part.stage.era].orders[source].length * part.per_unit)
                  for part in batches.parts for source, name in enumerate(batches.names) if name == stretch.source)

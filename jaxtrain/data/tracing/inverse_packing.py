@@ -41,7 +41,9 @@ def spans(rows: object, stretch: Stretch) -> Iterator[Span]:
     """
     rows = rows.rows if isinstance(rows, SparedRows) else rows
     if not isinstance(rows, PackedRows | FittedRows | DocumentRows):
-        raise TypeError(f"rows of {type(rows).__name__} cannot be searched")
+        from jaxtrain.data.tracing.sequence_documents import sequence_spans
+
+        return sequence_spans(rows, stretch)
     begins, ends = document_at(rows.tokens, stretch.start)
     trained = rows.tokens.trained(stretch.start, stretch.start + 1)
     # The position before a token has it as its target, unless it belongs to another document.

@@ -16,7 +16,7 @@ from jaxtrain.data.tracing.inverse_batches import held, sightings
 from jaxtrain.data.tracing.inverse_packing import Stretch
 from tests.tiers import slow_if
 
-STEPS = 60
+STEPS = 30
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def split(rng: random.Random, first: int, longest: int, masked: bool = False, pa
     """Documents in some shards, one of them empty, in which every token is the only one of its kind."""
     shards = [Shard(np.zeros(0, np.int64), np.zeros(1, np.int64))]
     for _ in range(rng.randint(1, 3)):
-        lengths = [rng.randint(2 if pairs or masked else 1, longest) for _ in range(2 * rng.randint(10, 30))]
+        lengths = [rng.randint(2 if pairs or masked else 1, longest) for _ in range(2 * rng.randint(30, 60))]
         ids = np.arange(first, first := first + sum(lengths))
         trained = np.array([rng.random() < 0.6 for _ in ids]) if masked else None
         if masked:
@@ -96,7 +96,7 @@ def agrees(config: DataConfig, corpus: Corpus, rng: random.Random, steps: int = 
 
 
 def few_of(cases: int):
-    return [case if case < 2 else pytest.param(case, marks=slow_if(case < 8)) for case in range(cases)]
+    return [case if case < 1 else pytest.param(case, marks=slow_if(case < 8)) for case in range(cases)]
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "bucket"])
@@ -104,7 +104,7 @@ def few_of(cases: int):
 def test_one_source_in_every_packing(packing, case):
     rng = random.Random(case)
     corpus = corpus_of(split(rng, 0, rng.choice([6, 40, 90]), masked=case % 3 == 2), "a")
-    agrees(DataConfig(packing=packing, seq_len=rng.choice([7, 16, 32]), global_batch_size=rng.choice([1, 3, 5]),
+    agrees(DataConfig(packing=packing, seq_len=rng.choice([5, 8, 13]), global_batch_size=rng.choice([3, 9, 20]),
                       seed=rng.randint(0, 99)), corpus, rng)
 
 
@@ -113,7 +113,7 @@ def test_one_source_in_every_packing(packing, case):
 def test_whole_pairs_and_answers(packing, case):
     rng = random.Random(case)
     corpus = corpus_of(split(rng, 0, 24, masked=True, pairs=True), "a", pairs=True)
-    config = DataConfig(packing=packing, seq_len=32, global_batch_size=4, seed=case)
+    config = DataConfig(packing=packing, seq_len=24, global_batch_size=12, seed=case)
     agrees(config, corpus, rng)
 
 
@@ -157,13 +157,13 @@ def test_islands_have_the_rows_of_all(index):
 def test_a_rest_that_fills_no_unit_is_never_drawn():
     """Rows of 4 tokens are parts of rows of 32, and what is left behind the last of these has rows of 4 as well."""
     rng = random.Random(3)
-    ids, lengths = np.arange(32 * 40 + 30), [10] * 131
+    ids, lengths = np.arange(32 * 200 + 30), [10] * 643
     corpus = corpus_of(Tokens((Shard(ids, np.cumsum([0, *lengths])),), 1), "a")
-    config = DataConfig(seq_len=4, global_batch_size=16, stages=[{"from_step": 25, "seq_len": 32}])
+    config = DataConfig(seq_len=4, global_batch_size=16, stages=[{"from_step": 20, "seq_len": 32}])
     agrees(config, corpus, rng)
     batches = train_batches(config, corpus)
-    assert not held(batches, Stretch("", 1290, 1300)) and held(batches, Stretch("", 1270, 1290))
-    assert not list(sightings(batches, [Stretch("", 1290, 1300)], 1000))
+    assert not held(batches, Stretch("", 6410, 6420)) and held(batches, Stretch("", 6390, 6400))
+    assert not list(sightings(batches, [Stretch("", 6410, 6420)], 1000))
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "bucket"])
