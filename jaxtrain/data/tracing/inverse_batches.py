@@ -123,7 +123,7 @@ def _in_stages(batches: Curriculum, stretches: Sequence[Stretch], stop: int) -> 
 def _in_stage(batches: Curriculum, part: Part, stop: int, stretches: Sequence[Stretch]) -> Iterator[Sighting]:
     """Yield what the steps of a stage before `stop` have."""
     era, per_step = batches.eras[part.stage.era], part.stage.batch // part.per_unit
-    first, last = part.place, int(min(part.place_at(stop), era.mixture.end))
+    first, last = part.place, part.place_at(stop)
     for source, name in enumerate(batches.names):
         rows, order = part.rows[source], era.orders[source]
         held: dict[int, list[tuple[int, Span]]] = {}  # by unit

@@ -140,6 +140,15 @@ def test_mixtures_and_stages(case):
     agrees(config, mixed(rng, names, 40), rng)
 
 
+def test_a_mixture_that_ends():
+    rng = random.Random(2)
+    mixture = {"web": {"source": "web", "epochs": 1}, "code": {"source": "code", "weight": 0.3, "epochs": 0.5}}
+    config, corpus = DataConfig(mixture=mixture, seq_len=8, global_batch_size=24), mixed(rng, ["web", "code"], 12)
+    agrees(config, corpus, rng, steps := train_batches(config, corpus).num_batches + 9)
+    assert steps < 99 and all(one.batch < steps - 9 for one in sightings(
+        train_batches(config, corpus), stretches_of(rng, corpus), 10**9))
+
+
 @pytest.mark.parametrize("index", [0, 2])
 def test_islands_have_the_rows_of_all(index):
     rng = random.Random(index)
