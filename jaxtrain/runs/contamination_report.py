@@ -2,9 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from jaxtrain.base.annotations import JsonObject
-from jaxtrain.data.tracing.contamination import KEPT, EvalSearch, Items, Overlap
+from jaxtrain.data.corpus.corpus import Corpus
+from jaxtrain.data.tracing.contamination import KEPT, Detail, EvalSearch, Items, Overlap
+from jaxtrain.data.tracing.document_texts import read_one
+from jaxtrain.data.tracing.inverse_packing import Stretch
 from jaxtrain.runs.trace_report import counted
 from jaxtrain.runs.traced_run import Seen, TracedRun
 
@@ -44,18 +48,32 @@ def gathered(found: Iterable[Sequence[Overlap]]) -> dict[int, ItemOverlaps]:
     return by_item
 
 
+def details(corpus: Corpus, search: EvalSearch, overlaps: Iterable[Overlap]) -> dict[Overlap, Detail]:
+    """Return the details of overlaps; each document is read once."""
+    found: dict[Overlap, Detail] = {}
+    for document, some in groupby(sorted(overlaps, key=_place), key=lambda one: one.document):
+        text = read_one(corpus, document)
+        found |= {one: search.detail(one, text, corpus.tokenizer) for one in some}
+    return found
+
+
+def _place(overlap: Overlap) -> tuple[str, int]:
+    return overlap.document.source, overlap.document.number
+
+
 def objects(run: TracedRun, search: EvalSearch, by_item: dict[int, ItemOverlaps]) -> Iterator[JsonObject]:
     """Yield an object for each item of the set, in order, and last the summary."""
     items = search.items()
-    overlaps = [one for found in by_item.values() for one in found.most]
-    stretches = [stretch for one in overlaps for stretch in one.stretches]
+    told = details(run.corpus, search, (one for found in by_item.values() for one in found.most))
+    stretches = [Stretch(one.document.source, one.document.start + a, one.document.start + b)
+                 for one, detail in told.items() for a, b in detail.tokens]
     seen = iter(run.seen(stretches) if run.batches is not None else [[] for _ in stretches])
-    steps = {id(one): [row for _ in one.stretches for row in next(seen)] for one in overlaps}
+    steps = {one: [row for _ in detail.tokens for row in next(seen)] for one, detail in told.items()}
     verdicts: dict[str, int] = {"exact": 0, "near": 0, "clean": 0, "short": 0}
     trained = set()
     for item, line in enumerate(items.lines):
         found = by_item.get(item, ItemOverlaps())
-        made = _item(run, items, item, found, steps)
+        made = _item(run, items, item, found, told, steps)
         verdicts[made["verdict"]] += 1
         if any(one.get("steps_done") for one in made["found_in"]):
             trained.add(line)
@@ -67,7 +85,8 @@ def objects(run: TracedRun, search: EvalSearch, by_item: dict[int, ItemOverlaps]
     yield summary | ({"seen_by_steps_done": len(trained)} if run.workdir else {})
 
 
-def _item(run: TracedRun, items: Items, item: int, found: ItemOverlaps, steps: dict[int, list[Seen]]) -> JsonObject:
+def _item(run: TracedRun, items: Items, item: int, found: ItemOverlaps, told: dict[Overlap, Detail],
+          steps: dict[Overlap, list[Seen]]) -> JsonObject:
     size, words = items.size(item), len(items.texts[item])
     verdict = ("exact" if found.ngrams else "near" if found.documents else "clean" if items.judged(item) else "short")
     made: JsonObject = {"item": items.lines[item], "id": items.names[item], "words": words, "verdict": verdict,
@@ -77,9 +96,9 @@ def _item(run: TracedRun, items: Items, item: int, found: ItemOverlaps, steps: d
     for one in found.most:
         entry: JsonObject = {"document": one.document.name, "origin": one.document.origin(run.corpus),
                              "longest": one.longest, "containment": one.containment,
-                             "resemblance": one.resemblance, "tokens": [list(span) for span in one.tokens]}
+                             "resemblance": told[one].resemblance, "tokens": [list(span) for span in told[one].tokens]}
         if run.batches is not None:
-            entry["steps_done"], entry["steps_to_come"] = counted(run, steps[id(one)])
+            entry["steps_done"], entry["steps_to_come"] = counted(run, steps[one])
         made["found_in"].append(entry)
     return made
 

@@ -12,7 +12,7 @@
 import functools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from jaxtrain.base.annotations import Json
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.data.tracing.document_texts import ReadDocument
 from jaxtrain.data.tracing.found_documents import FoundDocument
-from jaxtrain.data.tracing.inverse_packing import Stretch
 from jaxtrain.data.tracing.word_windows import WORD, Vocabulary, WindowIndex, words_of
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import reason
@@ -41,14 +40,14 @@ class Overlap:
     ngrams: frozenset[int]  # where in the item matching n-grams begin
     longest: int  # words of the item in one piece; 0: fewer than an n-gram
     containment: float  # the share of the item's shingles that the document has
-    resemblance: float  # their Jaccard similarity; 0 unless the containment reaches the threshold
-    tokens: tuple[tuple[int, int], ...]  # of the document, that hold what matches
 
-    @property
-    def stretches(self) -> list[Stretch]:
-        """The tokens that hold what matches."""
-        start = self.document.start
-        return [Stretch(self.document.source, start + a, start + b) for a, b in self.tokens]
+
+@dataclass(frozen=True)
+class Detail:
+    """The details of an overlap, for which its document is read once more."""
+
+    resemblance: float  # Jaccard similarity of the shingles
+    tokens: tuple[tuple[int, int], ...]  # of the document, that hold the n-grams, or else the shingles
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class Items:
     texts: list[np.ndarray]  # the words of each item, by number
     vocabulary: Vocabulary
     ngrams: list[WindowIndex]  # one for each size
-    shingles: WindowIndex
-    shingle_counts: list[int]  # distinct ones of each item
+    shingles: WindowIndex  # of the distinct ones of each item
     ngram: int
 
     def size(self, item: int) -> int:
@@ -93,56 +91,48 @@ class EvalSearch:
         return _items(self)
 
     def search(self, documents: Sequence[ReadDocument], tokenizer: Tokenizer) -> list[Overlap]:
-        """Return what these documents have of all items."""
+        """Return the overlaps of these documents with all items: n-grams, or enough shingles."""
         items = self.items()
         numbers = [items.vocabulary.numbers(words_of(one.text)) for one in documents]
         starts = np.cumsum([0, *(len(some) + 1 for some in numbers)])
         together = np.concatenate([np.zeros(0, np.int64), *(np.append(some, 0) for some in numbers)])
-        pairs: dict[tuple[int, int], _Matches] = {}
-        for index in (*items.ngrams, items.shingles):
+        shares = self._shares(items, together, starts)
+        pairs = dict.fromkeys((pair for pair, share in shares.items() if share >= self.threshold), _NONE)
+        for index in items.ngrams:
             found = index.find(together)
             owner = np.searchsorted(starts, found.places, "right") - 1
             order = np.lexsort((found.places, found.texts, owner))
             owner, texts = owner[order], found.texts[order]
             edges = np.flatnonzero(np.diff(owner, prepend=-1) | np.diff(texts, prepend=-1))
             for a, b in pairwise([*edges.tolist(), len(order)]):
-                places = found.places[order[a:b]] - starts[owner[a]]
-                matches = pairs.setdefault((int(owner[a]), int(texts[a])), _Matches())
-                if index is items.shingles:
-                    matches.shingles = places, found.positions[order[a:b]]
-                else:
-                    matches.ngrams = places, found.positions[order[a:b]]
-        made = (self._overlap(items, item, documents[number], matches, tokenizer)
-                for (number, item), matches in pairs.items())
-        return [one for one in made if one is not None]
+                pairs[int(owner[a]), int(texts[a])] = found.places[order[a:b]], found.positions[order[a:b]]
+        return [Overlap(item, documents[number].document, frozenset(positions.tolist()),
+                        _longest(places, positions, items.size(item)) if len(places) else 0,
+                        shares.get((number, item), 0.0)) for (number, item), (places, positions) in pairs.items()]
 
-    def _overlap(self, items: Items, item: int, document: ReadDocument, matches: "_Matches",
-                 tokenizer: Tokenizer) -> Overlap | None:
-        """Return what a document has of an item, if that is an n-gram or enough shingles."""
-        exact, (places, positions) = len(matches.ngrams[0]) > 0, matches.shingles
-        distinct = {items.texts[item][position: position + SHINGLE].tobytes() for position in positions.tolist()}
-        containment = len(distinct) / max(1, items.shingle_counts[item])
-        near = containment >= self.threshold
-        if not exact and not near:
-            return None
-        resemblance = 0.0
-        if near:
-            words = words_of(document.text)
-            theirs = len({*zip(*(words[i:] for i in range(SHINGLE)), strict=False)})
-            resemblance = len(distinct) / (items.shingle_counts[item] + theirs - len(distinct))
-        size = items.size(item) if exact else SHINGLE
-        runs = _merged(np.unique(matches.ngrams[0] if exact else places), size)
-        return Overlap(item, document.document, frozenset(matches.ngrams[1].tolist()),
-                       _longest(*matches.ngrams, size) if exact else 0, containment, resemblance,
-                       tuple(_tokens(document, tokenizer, runs)))
+    def _shares(self, items: Items, together: np.ndarray, starts: np.ndarray) -> dict[tuple[int, int], float]:
+        """Return the share of an item's shingles that a document has, of all pairs with more than none."""
+        found = items.shingles.find(together, starts)
+        owner = np.searchsorted(starts, found.places, "right") - 1
+        pairs, counts = np.unique(owner * len(items.texts) + found.texts, return_counts=True)
+        numbers, texts = np.divmod(pairs, len(items.texts))
+        shares = counts / items.shingles.counts[texts]
+        return dict(zip(zip(numbers.tolist(), texts.tolist(), strict=True), shares.tolist(), strict=True))
+
+    def detail(self, overlap: Overlap, document: ReadDocument, tokenizer: Tokenizer) -> Detail:
+        """Return the details of an overlap with this document."""
+        items, item, words = self.items(), overlap.item, words_of(document.text)
+        numbers = items.vocabulary.numbers(words)
+        size = items.size(item) if overlap.ngrams else SHINGLE
+        places = WindowIndex([items.texts[item]], [0], size).find(numbers).places
+        mine, theirs = ({*zip(*(some[i:] for i in range(SHINGLE)), strict=False)} for some in (
+            items.texts[item].tolist(), words))
+        common = round(overlap.containment * len(mine))
+        return Detail(common / max(1, len(mine) + len(theirs) - common),
+                      tuple(_tokens(document, tokenizer, _merged(np.unique(places), size))))
 
 
-@dataclass
-class _Matches:
-    """The windows of a document that are those of an item: their places, by word, in the one and in the other."""
-
-    ngrams: tuple[np.ndarray, np.ndarray] = field(default_factory=lambda: (np.zeros(0, np.int64),) * 2)
-    shingles: tuple[np.ndarray, np.ndarray] = field(default_factory=lambda: (np.zeros(0, np.int64),) * 2)
+_NONE = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 def _merged(places: np.ndarray, size: int) -> list[tuple[int, int]]:
@@ -183,9 +173,8 @@ def _items(search: EvalSearch) -> Items:
     sizes = sorted({min(search.ngram, len(texts[item])) for item in judged})
     ngrams = [WindowIndex(texts, [item for item in judged if min(search.ngram, len(texts[item])) == size], size)
               for size in sizes]
-    counts = [len({some[i: i + SHINGLE].tobytes() for i in range(len(some) - SHINGLE + 1)}) for some in texts]
-    judged = [item for item in judged if counts[item]]
-    return Items(lines, names, texts, vocabulary, ngrams, WindowIndex(texts, judged, SHINGLE), counts, search.ngram)
+    return Items(lines, names, texts, vocabulary, ngrams, WindowIndex(texts, judged, SHINGLE, distinct=True),
+                 search.ngram)
 
 
 def _records(search: EvalSearch) -> Iterator[tuple[int, str, str]]:

@@ -86,14 +86,16 @@ def chunks(corpus: Corpus, splits: Sequence[str]) -> Iterator[Chunk]:
 
 def read(corpus: Corpus, chunk: Chunk) -> Iterator[ReadDocument]:
     """Yield the documents of a chunk."""
-    tokens = getattr(corpus.part(chunk.source), chunk.split)
-    shard, bos = tokens.shards[chunk.shard], corpus.tokenizer.bos
     for number in range(chunk.first, chunk.stop):
-        start, stop = shard.offsets[number: number + 2].tolist()
-        ids = shard.tokens[start: stop - 1].astype(np.int32)  # without the end-of-document token
-        before = int(bos is not None and len(ids) > 0 and int(ids[0]) == bos)
-        yield ReadDocument(document(corpus, chunk.source, chunk.split, chunk.shard, number), ids[before:], before,
-                           corpus.tokenizer.decode(ids[before:]))
+        yield read_one(corpus, document(corpus, chunk.source, chunk.split, chunk.shard, number))
+
+
+def read_one(corpus: Corpus, one: FoundDocument) -> ReadDocument:
+    """Return a document with its text."""
+    tokens, bos = getattr(corpus.part(one.source), one.split), corpus.tokenizer.bos
+    ids = tokens.read(one.start, one.stop - 1)  # without the end-of-document token
+    before = int(bos is not None and len(ids) > 0 and int(ids[0]) == bos)
+    return ReadDocument(one, ids[before:], before, corpus.tokenizer.decode(ids[before:]))
 
 
 def _in_worker(data: DataConfig, search: Search[Hit], chunk: Chunk) -> Sequence[Hit]:

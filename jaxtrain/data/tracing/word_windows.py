@@ -45,27 +45,39 @@ class Windows:
 
 
 class WindowIndex:
-    """All windows of `size` words of some of the texts, which are given as numbers of words."""
+    """All windows of `size` words of some of the texts, which are given as numbers of words.
 
-    def __init__(self, texts: Sequence[np.ndarray], chosen: Sequence[int], size: int):
+    `distinct`: of windows of one text that are equal, only the first.
+    """
+
+    def __init__(self, texts: Sequence[np.ndarray], chosen: Sequence[int], size: int, distinct: bool = False):
         self.size, self._texts = size, texts
         each = [_hashes(texts[number], size)[1] for number in chosen]
-        hashes = np.concatenate([np.zeros(0, np.uint64), *each])
+        firsts = [np.unique(some, return_index=True)[1] if distinct else np.arange(len(some)) for some in each]
+        hashes = np.concatenate([np.zeros(0, np.uint64), *map(np.ndarray.__getitem__, each, firsts)])
         order = np.argsort(hashes, kind="stable")
         self._hashes = hashes[order]
-        self._text = np.repeat(np.asarray(chosen, np.int64), [len(some) for some in each])[order]
-        self._position = np.concatenate([np.zeros(0, np.int64), *(np.arange(len(some)) for some in each)])[order]
+        self._text = np.repeat(np.asarray(chosen, np.int64), [len(some) for some in firsts])[order]
+        self._position = np.concatenate([np.zeros(0, np.int64), *firsts])[order]
         self._starts = np.cumsum([0, *map(len, texts)])
         self._words = np.concatenate([np.zeros(0, np.int64), *texts])
+        self.counts = np.bincount(self._text, minlength=len(texts))  # of windows of each text
 
-    def find(self, numbers: np.ndarray) -> Windows:
-        """Return all windows of a text that are indexed, compared word by word."""
+    def find(self, numbers: np.ndarray, starts: np.ndarray | None = None) -> Windows:
+        """Return all windows of a text that are indexed, compared word by word.
+
+        `starts`: where its documents begin; then of windows of one document that are equal, only the first.
+        """
         places, hashes = _hashes(numbers, self.size)
         low = np.searchsorted(self._hashes, hashes, "left")
         there = low < len(self._hashes)
         there[there] = self._hashes[low[there]] == hashes[there]
         places, low = places[there], low[there]
-        counts = np.searchsorted(self._hashes, hashes[there], "right") - low
+        if starts is not None:
+            owner = np.searchsorted(starts, places, "right") - 1
+            first = np.unique(owner * (len(self._hashes) + 1) + low, return_index=True)[1]
+            places, low = places[first], low[first]
+        counts = np.searchsorted(self._hashes, self._hashes[low], "right") - low
         entry = np.arange(counts.sum()) + np.repeat(low - np.cumsum(counts) + counts, counts)
         places, texts, positions = np.repeat(places, counts), self._text[entry], self._position[entry]
         first, equal = self._starts[texts] + positions, np.ones(len(places), bool)
