@@ -52,8 +52,8 @@ def details(corpus: Corpus, search: EvalSearch, overlaps: Iterable[Overlap]) -> 
     """Return the details of overlaps; each document is read once."""
     found: dict[Overlap, Detail] = {}
     for document, some in groupby(sorted(overlaps, key=_place), key=lambda one: one.document):
-        text = read_one(corpus, document)
-        found |= {one: search.detail(one, text, corpus.tokenizer) for one in some}
+        mine = list(some)
+        found |= zip(mine, search.details(mine, read_one(corpus, document), corpus.tokenizer), strict=True)
     return found
 
 

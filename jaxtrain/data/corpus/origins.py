@@ -1,5 +1,6 @@
 """Find where the documents of a row come from: the input file, and the place within it."""
 
+import functools
 from typing import Any
 
 from jaxtrain.base.annotations import JsonObject
@@ -48,8 +49,9 @@ def _origin(corpus: Corpus, split: str, shard: int, document: int) -> str:
     return f"{name}{group} {PLACES.get(kind, 'document')} {place}".removesuffix("  0")
 
 
+@functools.lru_cache(maxsize=8)
 def manifest_of(corpus: Corpus) -> JsonObject:
-    """Return the manifest of a prepared corpus, checked, or of text that was tokenised on first use."""
+    """Return the manifest of a prepared corpus, checked once, or of text that was tokenised on first use."""
     found = read_json(corpus.path / "manifest.json", limit=LARGE)
     return read_manifest(corpus.path, found.get("format")) if "splits" in found else found
 

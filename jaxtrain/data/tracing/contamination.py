@@ -11,7 +11,7 @@
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -119,17 +119,21 @@ class EvalSearch:
         shares = counts / items.shingles.counts[texts]
         return dict(zip(zip(numbers.tolist(), texts.tolist(), strict=True), shares.tolist(), strict=True))
 
-    def detail(self, overlap: Overlap, document: ReadDocument, tokenizer: Tokenizer) -> Detail:
-        """Return the details of an overlap with this document."""
-        items, item, words = self.items(), overlap.item, words_of(document.text)
-        numbers = items.vocabulary.numbers(words)
-        size = items.size(item) if overlap.ngrams else SHINGLE
-        places = WindowIndex([items.texts[item]], [0], size).find(numbers).places
-        mine, theirs = ({*zip(*(some[i:] for i in range(SHINGLE)), strict=False)} for some in (
-            items.texts[item].tolist(), words))
-        common = round(overlap.containment * len(mine))
-        return Detail(common / max(1, len(mine) + len(theirs) - common),
-                      tuple(_tokens(document, tokenizer, _merged(np.unique(places), size))))
+    def details(self, overlaps: Sequence[Overlap], document: ReadDocument, tokenizer: Tokenizer) -> list[Detail]:
+        """Return the details of the overlaps of this document."""
+        items, words = self.items(), words_of(document.text)
+        numbers, at = items.vocabulary.numbers(words), [match.span() for match in WORD.finditer(document.text)]
+        theirs = len({*zip(*(words[i:] for i in range(SHINGLE)), strict=False)})
+        found = []
+        for one in overlaps:
+            size = items.size(one.item) if one.ngrams else SHINGLE
+            places = WindowIndex([items.texts[one.item]], [0], size).find(numbers).places
+            mine = int(items.shingles.counts[one.item])
+            common = round(one.containment * mine)
+            runs = [(at[first][0], at[stop - 1][1]) for first, stop in _merged(np.unique(places), size)]
+            found.append(Detail(common / max(1, mine + theirs - common), tuple(
+                document.stretch(tokenizer, *(len(document.text[:place].encode()) for place in run)) for run in runs)))
+        return found
 
 
 _NONE = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -147,14 +151,6 @@ def _longest(places: np.ndarray, positions: np.ndarray, size: int) -> int:
     together = (np.diff(positions[order]) == 1) & (np.diff((places - positions)[order]) == 0)
     ends = np.flatnonzero(np.concatenate([[True], ~together, [True]]))
     return int(np.diff(ends).max()) + size - 1
-
-
-def _tokens(document: ReadDocument, tokenizer: Tokenizer, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the tokens of a document that hold these runs of its words."""
-    at = [match.span() for match in WORD.finditer(document.text)]
-    for first, stop in runs:
-        a, b = (len(document.text[:place].encode()) for place in (at[first][0], at[stop - 1][1]))
-        yield document.stretch(tokenizer, a, b)
 
 
 @functools.lru_cache(maxsize=1)
