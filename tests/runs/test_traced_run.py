@@ -19,6 +19,7 @@ from jaxtrain.data.corpus.text_cache import load_corpus
 from jaxtrain.data.loading.batches import train_batches
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.prepare.prepare import Options, prepare
+from jaxtrain.data.tracing.found_documents import find, numbered
 from jaxtrain.runs.traced_run import open_traced
 
 ROOT = Path(__file__).parents[2]
@@ -61,13 +62,13 @@ def ran(capsys, *argv, status=0):
         found.out)
 
 
-def by_look(work) -> dict[int, set[int]]:
+def by_look(work, steps=STEPS) -> dict[int, set[int]]:
     """The steps that have each document of the training split, from all batches that are not skipped."""
     data = load_config(work / "config.json").data
     corpus = load_corpus(data)
     batches = remaining(train_batches(data, corpus), SkippedBatches.read(work) or SkippedBatches())
     found = defaultdict(set)
-    for step in range(STEPS):
+    for step in range(steps):
         for row in range(batches.shape(step)[0]):
             _, rows, number = batches.origin(step, row)
             for place in rows.places(number):
@@ -89,6 +90,14 @@ def test_documents_and_the_way_back(work, capsys):
     assert summary["redo"] | {"commands": 0} == {
         "first_seen": 0, "from_step": 0, "to_step": 32, "checkpoint": None, "checkpoints_that_have_it": [10, 20, 30],
         "commands": 0}
+    run, firsts = open_traced(f"{work}"), set()
+    for number, steps in truth.items():
+        if min(steps, default=99) < 33:
+            redo = run.redo(run.seen([find(run.corpus, f"{number}")[0].stretch])[0])
+            firsts.add(min(steps))
+            assert redo is not None and redo.first == min(steps) and redo.done == 33
+            assert redo.checkpoint == max((step for step in (10, 20, 30) if step <= min(steps)), default=None)
+    assert firsts & {10, 20, 30}, "a checkpoint has the steps before its number"
     first = min(truth[late])
     summary = ran(capsys, work, "--document", late, "--json")[-1]["redo"]
     assert summary["first_seen"] == first and summary["checkpoint"] == first // 10 * 10
@@ -102,9 +111,8 @@ def test_documents_and_the_way_back(work, capsys):
 
 def test_a_run_that_skips_a_document(work, capsys):
     """The batches to come with it are skipped, and so are those that come in their place and have it."""
-    truth = by_look(work)
-    number = max(truth, key=lambda number: (min(truth[number]) > 12, len(truth[number])))
-    assert len(truth[number]) > 1
+    truth, later = by_look(work), by_look(work, STEPS + 2)
+    number = next(number for number in truth if min(truth[number]) > 12 and len(later[number]) > len(truth[number]))
     refused = ran(capsys, work, "--document", number, "--skip", work, status=2)
     back = min(truth[number]) // 10 * 10
     assert f"--skip: checkpoint 30 has it, from batch {min(truth[number])} on; first go back: jaxtrain checkpoint " \
@@ -113,7 +121,13 @@ def test_a_run_that_skips_a_document(work, capsys):
     assert "The run skips " in ran(capsys, work, "--document", number, "--skip", work)
     record = SkippedBatches.read(work)
     assert record is not None and record.agrees(SkippedBatches(), back) and {*record.batches} >= truth[number]
-    assert number not in by_look(work)
+    left = by_look(work)
+    assert number not in left and max(record.batches) >= STEPS
+    run, found = open_traced(f"{work}"), {}
+    for one, seen in zip(every := [*run_documents(run)], run.seen([one.stretch for one in every]), strict=True):
+        if steps := {row.step for row in seen} - {None}:
+            found[one.number] = steps
+    assert found == left != truth
     shown = ran(capsys, work, "--document", number)
     assert f"batch {record.batches[0]}, skipped: row" in shown and "No step that is done saw it" in shown
     assert "The run skips all batches" in ran(capsys, work, "--document", number, "--skip", work)
@@ -214,6 +228,4 @@ def test_training_goes_on_without_it(work, made, tmp_path):
 
 
 def run_documents(run):
-    from jaxtrain.data.tracing.found_documents import numbered
-
     return (numbered(run.corpus, "", "train", number) for number in range(run.corpus.train.num_documents))

@@ -32,7 +32,8 @@ class Vocabulary:
 
     def numbers(self, words: Sequence[str]) -> np.ndarray:
         """Return the numbers of words."""
-        return np.fromiter((self.number.get(word, 0) for word in words), np.int64, len(words))
+        number = self.number.get
+        return np.array([number(word, 0) for word in words], np.int64)
 
 
 @dataclass(frozen=True)

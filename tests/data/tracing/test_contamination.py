@@ -3,6 +3,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 
 from jaxtrain.config.schema import DataConfig
@@ -10,6 +11,7 @@ from jaxtrain.data.cleaning.near_duplicates import Near
 from jaxtrain.data.corpus.text_cache import load_corpus
 from jaxtrain.data.formats.inputs import Text
 from jaxtrain.data.prepare.prepare import Options, prepare
+from jaxtrain.data.tracing import word_windows
 from jaxtrain.data.tracing.contamination import EvalSearch
 from jaxtrain.data.tracing.document_texts import searched
 from jaxtrain.data.tracing.word_windows import words_of
@@ -97,7 +99,9 @@ def test_it_is_what_a_slow_look_finds(case, ngram):
         size = min(ngram, len(item)) if one.ngrams else 5
         held = {gram for words in text for gram in grams(words, size)}
         assert held >= {grams(item, size)[n] for n in one.ngrams} and held & set(grams(item, size))
-        assert sum(map(len, text)) <= len(documents[one.document.number])
+        document, wanted = documents[one.document.number], set(grams(item, size))
+        covered = {n + k for n, gram in enumerate(grams(document, size)) if gram in wanted for k in range(size)}
+        assert sum(map(len, text)) == len(covered)
     by_item = gathered([list(found.values())])
     for i, all_of_it in by_item.items():
         size = min(ngram, len(items[i]))
@@ -124,6 +128,18 @@ def test_minhash_finds_no_more(case):
                 pairs += 1
                 assert abs(told[found[i, d]].resemblance - estimate) < 0.2  # a standard error of 0.035
     assert pairs > 3
+
+
+def test_windows_are_compared_where_their_hashes_are_equal(monkeypatch):
+    rng = np.random.default_rng(0)
+    texts, numbers = [rng.integers(1, 5, 30) for _ in range(3)], rng.integers(0, 5, 200)
+    expected = {(place, text, position) for text, some in enumerate(texts) for position in range(27)
+                for place in range(197) if (some[position:position + 4] == numbers[place:place + 4]).all()}
+    for multiplier in (word_windows._MULTIPLIER, np.uint64(0)):
+        monkeypatch.setattr(word_windows, "_MULTIPLIER", multiplier)
+        found = word_windows.WindowIndex(texts, [0, 1, 2], 4).find(numbers)
+        assert {*zip(found.places.tolist(), found.texts.tolist(), found.positions.tolist(), strict=True)} == expected
+    assert len(expected) > 20
 
 
 def test_words():
