@@ -19,7 +19,7 @@ from jaxtrain.commands.flags import Parser, add_json, add_subcommand, command, o
 from jaxtrain.errors import UserError, tell
 
 if TYPE_CHECKING:  # imported when a command runs, as --help does without
-    from jaxtrain.data.tracing.inverse_packing import Stretch
+    from jaxtrain.data.tracing.stretches import Stretch
     from jaxtrain.runs.traced_run import Seen, TracedRun
 
 SPLITS = ("train", "eval")

@@ -8,7 +8,7 @@ from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.corpus.corpus import Corpus
 from jaxtrain.data.tracing.contamination import KEPT, Detail, EvalSearch, Items, Overlap
 from jaxtrain.data.tracing.document_texts import read_one
-from jaxtrain.data.tracing.inverse_packing import Stretch
+from jaxtrain.data.tracing.stretches import Stretch
 from jaxtrain.runs.trace_report import counted
 from jaxtrain.runs.traced_run import Seen, TracedRun
 

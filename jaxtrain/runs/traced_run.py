@@ -22,8 +22,8 @@ from jaxtrain.data.loading.configured import configured_batches, configured_corp
 from jaxtrain.data.loading.epochs import steps_in
 from jaxtrain.data.loading.skipped_batches import SkippedBatches
 from jaxtrain.data.tracing.inverse_batches import Sighting, sightings
-from jaxtrain.data.tracing.inverse_packing import Stretch
 from jaxtrain.data.tracing.sequence_documents import as_documents
+from jaxtrain.data.tracing.stretches import Stretch
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import LARGE, read_json

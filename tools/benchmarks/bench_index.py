@@ -20,7 +20,7 @@ from jaxtrain.data.loading.bucketing import choose
 from jaxtrain.data.packing.best_fit import cached_plan
 from jaxtrain.data.packing.packed_rows import FittedRows
 from jaxtrain.data.tracing.inverse_batches import sightings
-from jaxtrain.data.tracing.inverse_packing import Stretch
+from jaxtrain.data.tracing.stretches import Stretch
 
 SEEKS = 1000
 

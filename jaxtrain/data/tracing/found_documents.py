@@ -15,7 +15,7 @@ from jaxtrain.data.corpus.corpus import SPLITS, Corpus, Tokens
 from jaxtrain.data.corpus.open import array
 from jaxtrain.data.corpus.origins import PLACES, manifest_of, origin_at, pieces_of
 from jaxtrain.data.formats.inputs import content_hash
-from jaxtrain.data.tracing.inverse_packing import Stretch
+from jaxtrain.data.tracing.stretches import Stretch
 from jaxtrain.errors import UserError, nearest
 
 _PLACE = re.compile(rf"(.*?)(?: group (\d+))?(?: (?:{'|'.join({*filter(None, PLACES.values()), 'line', 'document'})})"

@@ -17,8 +17,9 @@ from jaxtrain.data.loading.loader import Batches
 from jaxtrain.data.loading.modalities.spec_augment import AugmentedBatches
 from jaxtrain.data.loading.shuffle import Order
 from jaxtrain.data.packing.document_rows import DocumentRows
-from jaxtrain.data.tracing.inverse_packing import Span, Stretch, spans
+from jaxtrain.data.tracing.inverse_packing import spans
 from jaxtrain.data.tracing.inverse_shuffle import place_of, places_of
+from jaxtrain.data.tracing.stretches import Span, Stretch
 from jaxtrain.errors import UserError
 
 CHUNK = 2**16  # pairs of a row and an epoch that are inverted at a time

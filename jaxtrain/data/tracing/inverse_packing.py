@@ -5,7 +5,6 @@ not held by rows that end with the document, in which it is a target of the posi
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,25 +12,8 @@ from jaxtrain.data.corpus.corpus import Tokens
 from jaxtrain.data.corpus.corruption import SparedRows
 from jaxtrain.data.packing.document_rows import DocumentRows
 from jaxtrain.data.packing.packed_rows import FittedRows, PackedRows
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Tokens `start` to `stop` of the training split of a source ("": the only one), within one document."""
-
-    source: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Span:
-    """Positions `begin` to `end` of a row, whose inputs are the tokens from `token` on, and whose targets follow."""
-
-    row: int
-    begin: int
-    end: int
-    token: int
+from jaxtrain.data.tracing.sequence_documents import sequence_spans
+from jaxtrain.data.tracing.stretches import Span, Stretch
 
 
 def spans(rows: object, stretch: Stretch) -> Iterator[Span]:
@@ -41,8 +23,6 @@ def spans(rows: object, stretch: Stretch) -> Iterator[Span]:
     """
     rows = rows.rows if isinstance(rows, SparedRows) else rows
     if not isinstance(rows, PackedRows | FittedRows | DocumentRows):
-        from jaxtrain.data.tracing.sequence_documents import sequence_spans
-
         return sequence_spans(rows, stretch)
     begins, ends = document_at(rows.tokens, stretch.start)
     trained = rows.tokens.trained(stretch.start, stretch.start + 1)

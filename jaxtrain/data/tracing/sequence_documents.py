@@ -9,7 +9,7 @@ from jaxtrain.data.corpus.sequences import SequenceCorpus, Sequences
 from jaxtrain.data.loading.modalities.sequence_batches import DeclaredRows
 from jaxtrain.data.packing.image_rows import ImageRows
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
-from jaxtrain.data.tracing.inverse_packing import Span, Stretch
+from jaxtrain.data.tracing.stretches import Span, Stretch
 from jaxtrain.errors import UserError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.data.tracing.document_texts import ReadDocument
 from jaxtrain.data.tracing.found_documents import FoundDocument
-from jaxtrain.data.tracing.inverse_packing import Stretch
+from jaxtrain.data.tracing.stretches import Stretch
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jaxtrain.data.loading.batches import train_batches
 from jaxtrain.data.loading.island_part import island_batches
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
 from jaxtrain.data.tracing.inverse_batches import held, sightings
-from jaxtrain.data.tracing.inverse_packing import Stretch
+from jaxtrain.data.tracing.stretches import Stretch
 from tests.tiers import slow_if
 
 STEPS = 30

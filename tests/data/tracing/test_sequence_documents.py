@@ -9,8 +9,8 @@ from jaxtrain.commands.data import main
 from jaxtrain.config.load import load_config
 from jaxtrain.data.packing.image_rows import CaptionedImages, LabelledImages, PairedImages
 from jaxtrain.data.tracing.inverse_batches import held, sightings
-from jaxtrain.data.tracing.inverse_packing import Stretch
 from jaxtrain.data.tracing.sequence_documents import as_documents
+from jaxtrain.data.tracing.stretches import Stretch
 from jaxtrain.runs.traced_run import open_traced
 from tests.data.loading.test_golden_batches import images, speech
 from tests.tiers import slow
