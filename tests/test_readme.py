@@ -29,7 +29,7 @@ QUICK = re.compile(r"--print_config")
 ALIKE = re.compile(r"configs/\w+\.py --config\.data\.source=/path/to/text$|jaxtrain plan .*llama3_8b|"
                    r"tools/release/run_notebooks|jaxtrain\.bench --config")
 LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md", "observe.md")),
-        ("data-sequences.md", 0), *(("objectives.md", number) for number in range(6)))
+        ("data-sequences.md", 0), ("data-trace.md", 0), *(("objectives.md", number) for number in range(6)))
 PYTHON = re.compile(r"^```python\n(?!# \S+\.py\n)(.*?)^```", re.M | re.S)
 FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```", re.M | re.S)  # a file to write, not a script to run
 SETUP = re.compile(r"^python3 -m venv \.venv && \.venv/bin/pip install -q -e \S+ && (\.venv/bin/python .*)$", re.M)

@@ -21,6 +21,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "prepare_sequences": "Prepare audio clips, tables of events or images as sequences.",
         "train_tokenizer": "Train a byte-level BPE tokenizer on text of your own.",
         "inspect": "Show any training batch of a run: documents, their text, and the tokens trained on.",
+        "data": "Find the steps of a run that saw a document, a text or an evaluation set.",
         "publish": "Copy a corpus to object storage for training.",
         "croissant": "Write the datasheet of a corpus in the Croissant 1.0 format.",
     },

@@ -35,4 +35,5 @@ def test_index():
     done = subprocess.run(command, capture_output=True, text=True, timeout=300,
                           env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    assert "3 shards" in done.stdout and "3,000 documents" in done.stdout and done.stdout.count("planned in") == 2
+    assert "3 shards" in done.stdout and "3,000 documents" in done.stdout and done.stdout.count("planned in") == 3
+    assert done.stdout.count("documents traced through") == 6

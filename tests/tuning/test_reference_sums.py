@@ -247,7 +247,7 @@ def test_rows_get_their_own_sums_whatever_step_they_come_at(corpus, tmp_path, fa
     sums = prepared(run, tmp_path)
     with pytest.raises(jt.UserError, match=r"a row for which .* for 12 steps and .* between them; raise train\.steps"):
         sums.beside({name: x[:, ::-1] for name, x in run.train_batches[0].items()})
-    rows = len(run.batch_source._rows) + len(run.eval_batches._rows)
+    rows = len(run.batch_source.all_rows) + len(run.eval_batches.all_rows)
     assert sum(computed) == len(sums.known) <= rows and len(computed) == -(-len(sums.known) // 4)
     for batches, step in ((run.train_batches, 0), (run.train_batches, 11), (run.eval_batches, 1)):
         batch = sums.added_to(batches)[step]

@@ -1,4 +1,4 @@
-"""Plan and seek in a corpus of very many documents, of which only the sizes are there.
+"""Plan, seek and trace documents in a corpus of very many documents, of which only the sizes are there.
 
     python tools/benchmarks/bench_index.py --documents=1e9 --folder=/scratch
 
@@ -14,10 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data import Batches, PackedRows, Tokens
+from jaxtrain.data import Batches, BucketedBatches, DocumentRows, PackedRows, Tokens
 from jaxtrain.data.corpus.corpus import Shard
+from jaxtrain.data.loading.bucketing import choose
 from jaxtrain.data.packing.best_fit import cached_plan
 from jaxtrain.data.packing.packed_rows import FittedRows
+from jaxtrain.data.tracing.inverse_batches import sightings
+from jaxtrain.data.tracing.stretches import Stretch
 
 SEEKS = 1000
 
@@ -54,11 +57,31 @@ def seek(rows, seq_len: int) -> str:
             f"99 % {np.quantile(times, 0.99) * 1e3:.2f} ms")
 
 
+def trace(batches, tokens: Tokens, documents: int) -> str:
+    """Time of finding all steps of three epochs that see some documents; each is looked up in its batch."""
+    rng, places = np.random.default_rng(1), []
+    for number in rng.integers(0, tokens.num_documents, documents).tolist():
+        shard = int(np.searchsorted(tokens.first_documents, number, "right")) - 1
+        at, before = number - tokens.first_documents[shard], tokens.shard_start(shard)
+        places.append((tokens.shards[shard].offsets[at: at + 2] + before).tolist())
+    stretches = [Stretch("", start, stop) for start, stop in places]
+    steps = int(3 / batches.epochs(1)[""])
+    start = time.perf_counter()
+    found = list(sightings(batches, stretches, steps))
+    took = time.perf_counter() - start
+    for one in found[:: max(1, len(found) // SEEKS)]:
+        assert batches.origin(one.batch, one.row)[2] == one.span.row
+    return (f"{documents:,} documents traced through {steps:,} steps (3 epochs) in {took:.3f} s: "
+            f"{len(found):,} rows, {len({one.batch for one in found}):,} steps")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--documents", type=float, default=1e7)
     parser.add_argument("--per_shard", type=float, default=1e6)
     parser.add_argument("--seq_len", type=int, default=4096)
+    parser.add_argument("--bucketed", type=float, default=1e8, help="most documents for which `bucket` is tried: its "
+                        "rows are in memory, 16 bytes a document and more")
     parser.add_argument("--memory_gib", type=float, default=24, help="bound of the address space")
     parser.add_argument("--folder", help="where there is room for 16 bytes a document")
     flags = parser.parse_args()
@@ -75,6 +98,8 @@ def main() -> None:
         print(f"{len(tokens.shards):,} shards, {tokens.num_tokens:,} tokens")
         print(f"concat: {len(rows):,} rows, planned in {time.perf_counter() - start:.2f} s, {peak()}")
         print(f"  {seek(rows, flags.seq_len)}, {peak()}", flush=True)
+        for documents in (1, 1000):
+            print(f"  {trace(Batches(rows, global_batch_size=8, seed=0), tokens, documents)}, {peak()}", flush=True)
         start = time.perf_counter()
         plan = cached_plan(tokens, flags.seq_len, folder / "plans", "sizes")
         print(f"best_fit: {len(plan):,} rows, planned in {time.perf_counter() - start:.2f} s, {peak()}")
@@ -84,7 +109,18 @@ def main() -> None:
         start = time.perf_counter()
         plan = cached_plan(tokens, flags.seq_len, folder / "plans", "sizes")
         print(f"  opened again in {time.perf_counter() - start:.3f} s")
-        print(f"  {seek(FittedRows(tokens, plan, flags.seq_len), flags.seq_len)}, {peak()}")
+        fitted = FittedRows(tokens, plan, flags.seq_len)
+        print(f"  {seek(fitted, flags.seq_len)}, {peak()}")
+        for documents in (1, 1000):
+            print(f"  {trace(Batches(fitted, global_batch_size=8, seed=0), tokens, documents)}, {peak()}", flush=True)
+        if flags.documents > flags.bucketed:
+            return
+        start = time.perf_counter()
+        rows = DocumentRows(tokens, flags.seq_len)
+        bucketed = BucketedBatches(rows, buckets=choose(rows.lengths, 8, 64), global_batch_size=8, seed=0)
+        print(f"bucket: {len(rows.lengths):,} rows, planned in {time.perf_counter() - start:.2f} s, {peak()}")
+        for documents in (1, 1000):
+            print(f"  {trace(bucketed, tokens, documents)}, {peak()}", flush=True)
 
 
 if __name__ == "__main__":

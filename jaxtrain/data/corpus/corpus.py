@@ -51,8 +51,8 @@ class Tokens:
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         if not 0 <= i < len(self):
             raise IndexError(f"document {i} of {len(self)}")
-        number = bisect.bisect_right(self._first_documents, i) - 1
-        shard, at = self.shards[number], i - self._first_documents[number]
+        number = bisect.bisect_right(self.first_documents, i) - 1
+        shard, at = self.shards[number], i - self.first_documents[number]
         start, stop = shard.offsets[at: at + 2]
         return {"tokens": shard.tokens[start:stop].astype(np.int32)}
 
@@ -67,7 +67,8 @@ class Tokens:
         return sum(len(shard.offsets) - 1 for shard in self.shards)
 
     @functools.cached_property
-    def _first_documents(self) -> list[int]:
+    def first_documents(self) -> list[int]:
+        """The number of documents before each shard, and behind the last."""
         return [0, *accumulate(len(shard.offsets) - 1 for shard in self.shards)]
 
     @functools.cached_property
@@ -114,6 +115,10 @@ class Tokens:
         starts: list[int] = self._starts  # type: ignore[attr-defined]
         i = bisect.bisect_right(starts, place) - 1
         return i, int(np.searchsorted(self.shards[i].offsets, place - starts[i], "right")) - 1
+
+    def shard_start(self, shard: int) -> int:
+        """Return the place in the split of the first token of a shard."""
+        return self._starts[shard]  # type: ignore[attr-defined]
 
     def _between(self, start: int, stop: int):
         """Yield (shard, from, to, start of the shard in the split) for each shard that overlaps `start` to `stop`."""

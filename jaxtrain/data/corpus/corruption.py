@@ -94,7 +94,7 @@ class SparedRows:
     """
 
     def __init__(self, rows: Any, seq_len: int, end: int):
-        self._rows, self._lock, self._intact, self._refused = rows, threading.Lock(), False, 0
+        self.rows, self._lock, self._intact, self._refused = rows, threading.Lock(), False, 0
         self.lost: set[int] = set()  # the rows that were requested and could not be read
         ends, none = np.full(seq_len, end, np.int32), np.zeros(seq_len, np.int32)
         self._empty = {"tokens": ends, "targets": ends, "segments": none, "positions": none,
@@ -102,11 +102,11 @@ class SparedRows:
         self._empty |= {name: none.astype(dtype) for name, dtype in getattr(rows, "columns", {}).items()}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         try:
-            return self._read(lambda: self._rows[i])
+            return self._read(lambda: self.rows[i])
         except Lost:
             self._count(i)
             return self._empty
@@ -131,17 +131,17 @@ class SparedRows:
     @property
     def lengths(self) -> np.ndarray:
         """The length of each row, where rows have different lengths."""
-        return self._rows.lengths
+        return self.rows.lengths
 
     @property
     def cut(self) -> int:
         """The number of documents that do not lie in a single row."""
-        return self._rows.cut
+        return self.rows.cut
 
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
         """Return a row padded to `length`."""
         try:
-            return self._read(lambda: self._rows.row(i, length))
+            return self._read(lambda: self.rows.row(i, length))
         except Lost:
             self._count(i)
             return {name: column[:length] for name, column in self._empty.items()}
@@ -149,11 +149,11 @@ class SparedRows:
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Return several rows stacked; they are read one by one only if some are corrupt."""
         try:
-            return self._read(lambda: take(self._rows, np.asarray(numbers)))
+            return self._read(lambda: take(self.rows, np.asarray(numbers)))
         except Lost:
             rows = [self[int(number)] for number in numbers]
             return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def places(self, i: int) -> list[int]:
         """Return where each segment of a row begins, in the tokens of the split."""
-        return self._rows.places(i)
+        return self.rows.places(i)

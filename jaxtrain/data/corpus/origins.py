@@ -1,7 +1,9 @@
 """Find where the documents of a row come from: the input file, and the place within it."""
 
+import functools
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.corpus.corpus import Corpus, Tokens
 from jaxtrain.data.corpus.open import array, read_manifest
 from jaxtrain.errors import UserError
@@ -14,10 +16,10 @@ def origins(corpus: Corpus, split: str, source: str, rows: Any, number: int | No
     """Return the origin of each document in row `number` of `rows` (the rows of one source), as text for the user."""
     if number is None or not hasattr(rows, "places"):
         return []
-    return [_from(corpus, split, source, place) for place in rows.places(number)]
+    return [origin_at(corpus, split, source, place) for place in rows.places(number)]
 
 
-def _from(corpus: Corpus, split: str, source: str, place: int) -> str:
+def origin_at(corpus: Corpus, split: str, source: str, place: int) -> str:
     """Return the origin of the document at token `place` of a source's split, or of all sources end to end."""
     for name, part in corpus.parts.items():
         tokens: Tokens = getattr(part, split)
@@ -28,16 +30,15 @@ def _from(corpus: Corpus, split: str, source: str, place: int) -> str:
 
 
 def _origin(corpus: Corpus, split: str, shard: int, document: int) -> str:
-    manifest = read_json(corpus.path / "manifest.json", limit=LARGE)
+    manifest = manifest_of(corpus)
     if "splits" not in manifest:  # text tokenised on first use: a document is a file, or a part of one
         file = manifest[split]["files"][document]
         return file["name"] + (f" from byte {file['start']}" if file["start"] else "")
-    manifest = read_manifest(corpus.path)
     entry = manifest["splits"][split]["shards"][shard]
     path = corpus.path / f"{entry['name']}.origins.npy"
     try:
         origin = array(path)[document]
-        piece = manifest["inputs"][entry["task"]][origin["piece"]]
+        piece = pieces_of(manifest, entry["task"])[origin["piece"]]
         name, kind, place = f"{piece['name']}", f"{piece['kind']}", int(origin["place"])
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise UserError("data.source", f"{path} does not tell where its document {document} comes from",
@@ -46,3 +47,16 @@ def _origin(corpus: Corpus, split: str, shard: int, document: int) -> str:
         return f"{name} line {place}"
     group = f" group {piece['start']}" if kind == "parquet" else ""
     return f"{name}{group} {PLACES.get(kind, 'document')} {place}".removesuffix("  0")
+
+
+@functools.lru_cache(maxsize=8)
+def manifest_of(corpus: Corpus) -> JsonObject:
+    """Return the manifest of a prepared corpus, checked once, or of text that was tokenised on first use."""
+    found = read_json(corpus.path / "manifest.json", limit=LARGE)
+    return read_manifest(corpus.path, found.get("format")) if "splits" in found else found
+
+
+def pieces_of(manifest: JsonObject, task: int) -> list[JsonObject]:
+    """Return the input pieces that the origins of a task's documents are numbers of."""
+    inputs = manifest["inputs"]
+    return [piece for some in inputs for piece in some] if manifest.get("kind") == "events" else inputs[task]

@@ -8,7 +8,7 @@ largest bucket is filled with rows of weight 0.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -91,20 +91,20 @@ class BucketedBatches:
         _check(rows.lengths, buckets, given, seed)
         bucket_of = np.searchsorted(buckets, rows.lengths).astype(np.uint8)
         used = np.flatnonzero(np.bincount(bucket_of, minlength=len(buckets))).tolist()
-        self._rows = rows
-        self._lengths, self._sizes = [int(buckets[b]) for b in used], [int(given[b]) for b in used]
-        self._members = [np.flatnonzero(bucket_of == b) for b in used]
+        self.all_rows = rows
+        self._lengths, self.sizes = [int(buckets[b]) for b in used], [int(given[b]) for b in used]
+        self.members = [np.flatnonzero(bucket_of == b) for b in used]
         there, full = [], []  # rows of each bucket, including those moved up; its number of batches
-        for b, (members, size) in enumerate(zip(self._members, self._sizes, strict=True)):
-            there.append(len(members) + (there[-1] - full[-1] * self._sizes[b - 1] if b else 0))
+        for b, (members, size) in enumerate(zip(self.members, self.sizes, strict=True)):
+            there.append(len(members) + (there[-1] - full[-1] * self.sizes[b - 1] if b else 0))
             full.append(there[b] // size)
-        full[-1] = -(-there[-1] // self._sizes[-1])
-        self._there, self._full, self._ends = there, full, np.cumsum(full).tolist()
-        self._order = [_permutation(count, seed, b, shuffle) for b, count in enumerate(there)]
-        self.batches_per_epoch = self._ends[-1]
-        self._turns = _permutation(self.batches_per_epoch, seed, len(there), shuffle)
+        full[-1] = -(-there[-1] // self.sizes[-1])
+        self.there, self.full, self.ends = there, full, np.cumsum(full).tolist()
+        self.order = [Permutation(count, seed, b, shuffle) for b, count in enumerate(there)]
+        self.batches_per_epoch = self.ends[-1]
+        self.turns = Permutation(self.batches_per_epoch, seed, len(there), shuffle)
         self.num_batches = None if repeat else self.batches_per_epoch  # None: no end
-        self.global_batch_size = max(self._sizes)
+        self.global_batch_size = max(self.sizes)
         self._counted = 0, 0  # a step, and the tokens before it
         self._ahead = ReadAhead(self._read, threads) if threads else None
 
@@ -117,24 +117,24 @@ class BucketedBatches:
 
     def size(self, step: int) -> int:
         """Return the number of rows in the global batch at `step`."""
-        return self._sizes[self._place(step)[0]]
+        return self.sizes[self._place(step)[0]]
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """The (size, length) that batches may have, shortest first; each is compiled once."""
-        of_buckets = zip(self._sizes, self._lengths, self._full, strict=True)
+        of_buckets = zip(self.sizes, self._lengths, self.full, strict=True)
         return [(size, length) for size, length, full in of_buckets if full]
 
     def shape(self, step: int) -> tuple[int, int]:
         """Return the number of rows, and of tokens per row, at this step."""
         bucket = self._place(step)[0]
-        return self._sizes[bucket], self._lengths[bucket]
+        return self.sizes[bucket], self._lengths[bucket]
 
     def tokens(self, step: int) -> int:
         """Return the number of places in all batches before this step, with padding; fast if called step after step."""
         in_epoch = step % self.batches_per_epoch
         per_epoch = sum(size * length * full for size, length, full in
-                        zip(self._sizes, self._lengths, self._full, strict=True))
+                        zip(self.sizes, self._lengths, self.full, strict=True))
         last, counted = self._counted
         first = step - in_epoch
         if not first <= last <= step:
@@ -149,7 +149,7 @@ class BucketedBatches:
 
     def origin(self, step: int, index: int) -> tuple[str, Unpacked, int | None]:
         """Return a row's source ("": the only one), that source's rows, and its number there; None: an empty row."""
-        return "", self._rows, self.numbers(step, [index])[0]
+        return "", self.all_rows, self.numbers(step, [index])[0]
 
     def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the shapes that the batches of steps `start` to `stop` may have."""
@@ -161,57 +161,67 @@ class BucketedBatches:
 
     def _read(self, step: int, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         length, numbers = self.length(step), self.numbers(step, indices)
-        chosen = [self._empty(step, length) if i is None else self._rows.row(i, length) for i in numbers]
+        chosen = [self._empty(step, length) if i is None else self.all_rows.row(i, length) for i in numbers]
         return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
 
     def numbers(self, step: int, indices: Sequence[int] | np.ndarray) -> list[int | None]:
         """Return the numbers of these rows in the data; None for a row that only fills up the batch."""
         bucket, batch, epoch = self._place(step)
-        size = self._sizes[bucket]
+        size = self.sizes[bucket]
         found = []
         for index in indices:
             if not 0 <= index < size:
                 raise IndexError(f"row {index} of a batch of {size}")
             place = batch * size + int(index)
-            found.append(self._number(bucket, place, epoch) if place < self._there[bucket] else None)
+            found.append(self._number(bucket, place, epoch) if place < self.there[bucket] else None)
         return found
 
     def _empty(self, step: int, length: int) -> dict[str, np.ndarray]:
         first, = self.numbers(step, [0])
         assert first is not None  # no batch is empty
-        return {name: np.zeros_like(column) for name, column in self._rows.row(first, length).items()}
+        return {name: np.zeros_like(column) for name, column in self.all_rows.row(first, length).items()}
 
     def _place(self, step: int) -> tuple[int, int, int]:
         """Return the bucket, the batch within it, and the epoch of a step."""
         if step < 0 or (self.num_batches is not None and step >= self.num_batches):
             raise IndexError(f"batch {step} of {self.num_batches}")
         epoch = int(step) // self.batches_per_epoch
-        turn = self._turns(epoch, int(step) % self.batches_per_epoch)
-        bucket = int(np.searchsorted(self._ends, turn, "right"))
-        return bucket, turn - self._ends[bucket] + self._full[bucket], epoch
+        turn = self.turns(epoch, int(step) % self.batches_per_epoch)
+        bucket = int(np.searchsorted(self.ends, turn, "right"))
+        return bucket, turn - self.ends[bucket] + self.full[bucket], epoch
 
     def _number(self, bucket: int, place: int, epoch: int) -> int:
         """Return the row at a place of a bucket in this epoch; rows that moved up are looked up in smaller buckets."""
         while True:
-            at, own = self._order[bucket](epoch, place), self._members[bucket]
+            at, own = self.order[bucket](epoch, place), self.members[bucket]
             if at < len(own):
                 return int(own[at])
             bucket -= 1
-            place = self._full[bucket] * self._sizes[bucket] + at - len(own)
+            place = self.full[bucket] * self.sizes[bucket] + at - len(own)
 
 
-def _permutation(count: int, seed: int, which: int, shuffle: bool) -> Callable[[int, int], int]:
-    """Return a function (epoch, place) -> number below `count`: a new permutation each epoch, each entry in O(1)."""
-    if not shuffle:
-        return lambda epoch, place: place
-    first = int(np.random.SeedSequence([seed, which]).generate_state(1)[0])
-    if count <= SMALL:
-        @functools.lru_cache(maxsize=2)
-        def whole(epoch: int) -> list[int]:
-            return np.random.RandomState((first + epoch) % 2**32).permutation(count).tolist()
-        return lambda epoch, place: whole(epoch)[place]
-    permute = index_shuffle()
-    return lambda epoch, place: permute(place, max_index=count - 1, seed=(first + epoch) % 2**32, rounds=4)
+class Permutation:
+    """A new permutation of the numbers below `count` each epoch, of which any entry is computed in O(1)."""
+
+    def __init__(self, count: int, seed: int, which: int, shuffle: bool):
+        self.count, self.shuffled = count, shuffle
+        self._first = int(np.random.SeedSequence([seed, which]).generate_state(1)[0])
+        self.whole = functools.lru_cache(maxsize=2)(self._whole)
+
+    def __call__(self, epoch: int, place: int) -> int:
+        """Return the number at a place of an epoch."""
+        if not self.shuffled:
+            return place
+        if self.count <= SMALL:
+            return self.whole(epoch)[place]
+        return index_shuffle()(place, max_index=self.count - 1, seed=self.seed(epoch), rounds=4)
+
+    def seed(self, epoch: int) -> int:
+        """Return the seed of an epoch's permutation."""
+        return (self._first + epoch) % 2**32
+
+    def _whole(self, epoch: int) -> list[int]:
+        return np.random.RandomState(self.seed(epoch)).permutation(self.count).tolist()
 
 
 def _check(lengths: np.ndarray, buckets: Sequence[int], sizes: Sequence[int], seed: int) -> None:

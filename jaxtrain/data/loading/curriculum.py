@@ -24,7 +24,7 @@ class _Era:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A stage, and the position at which it begins."""
 
     stage: Stage
@@ -49,8 +49,8 @@ class Curriculum:
         self.names = [source.name for source in sources]
         limits = [source.epochs or math.inf for source in sources]
         seeds = [seed if not name else _seed(seed, name) for name in self.names]
-        self._eras: list[_Era] = []
-        self._parts: list[_Part] = []
+        self.eras: list[_Era] = []
+        self.parts: list[Part] = []
         tokens, epochs = 0, [0.0] * len(self.names)
         for era in range(stages[-1].era + 1):
             mine = [stage for stage in stages if stage.era == era]
@@ -60,19 +60,19 @@ class Curriculum:
                       zip(self.names, seeds, strict=True)]
             place, weights = 0, []
             for stage, stop in zip(mine, stops, strict=True):
-                self._parts.append(_Part(stage, place, tokens, [rows(name, stage.seq_len) for name in self.names],
+                self.parts.append(Part(stage, place, tokens, [rows(name, stage.seq_len) for name in self.names],
                                          stage.unit // stage.seq_len))
                 weights.append((place, [stage.weights[name] for name in self.names]))
                 if stop < math.inf:
-                    place = self._parts[-1].place_at(int(stop))
+                    place = self.parts[-1].place_at(int(stop))
                     tokens += (int(stop) - stage.start) * stage.batch * stage.seq_len
             left = [limit if limit == math.inf else math.floor((limit - before) * order.length + 1e-6)
                     for limit, before, order in zip(limits, epochs, orders, strict=True)]
             mixture = Mixture(self.names, weights, left, seed)
-            self._eras.append(_Era(mixture, orders, epochs))
+            self.eras.append(_Era(mixture, orders, epochs))
             if mixture.end < math.inf and place >= mixture.end:
                 break  # later stages have nothing to draw from
-            epochs = self._epochs(self._eras[-1], place)
+            epochs = self._epochs(self.eras[-1], place)
         self.num_batches = self._count()
         self._ahead = ReadAhead(self._read, threads) if threads else None
 
@@ -83,7 +83,7 @@ class Curriculum:
 
     def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the distinct shapes of the batches of steps `start` to `stop`."""
-        begins = [part.stage.start for part in self._parts if start < part.stage.start < stop]
+        begins = [part.stage.start for part in self.parts if start < part.stage.start < stop]
         return list(dict.fromkeys(self.shape(step) for step in [start, *begins] if step < stop))
 
     def tokens(self, step: int) -> int:
@@ -94,12 +94,12 @@ class Curriculum:
     def epochs(self, step: int) -> dict[str, float]:
         """Return the number of epochs over each source before this step."""
         part = self._at(step)
-        return dict(zip(self.names, self._epochs(self._eras[part.stage.era], part.place_at(step)), strict=True))
+        return dict(zip(self.names, self._epochs(self.eras[part.stage.era], part.place_at(step)), strict=True))
 
     def passes(self, step: int) -> float:
         """Return the number of epochs over all sources together before this step: each counts by its length."""
         part = self._at(step)
-        era = self._eras[part.stage.era]
+        era = self.eras[part.stage.era]
         lengths = [order.length for order in era.orders]
         done = self._epochs(era, part.place_at(step))
         return sum(length * epochs for length, epochs in zip(lengths, done, strict=True)) / sum(lengths)
@@ -134,11 +134,11 @@ class Curriculum:
         self._check(step, indices)
         part, within = self._at(step), np.asarray(indices, np.int64)
         units, pieces = np.divmod(within, part.per_unit)
-        sources, nths = self._eras[part.stage.era].mixture.locate(part.place_at(step) + units)
+        sources, nths = self.eras[part.stage.era].mixture.locate(part.place_at(step) + units)
         numbers = np.empty(len(within), np.int64)
         for source in np.unique(sources):
             mine = sources == source
-            order = self._eras[part.stage.era].orders[source]
+            order = self.eras[part.stage.era].orders[source]
             numbers[mine] = order.rows(nths[mine]) * part.per_unit + pieces[mine]
         return sources, numbers
 
@@ -147,8 +147,8 @@ class Curriculum:
         sources, numbers = self.locate(step, [index])
         return self.names[sources[0]], self._at(step).rows[sources[0]], int(numbers[0])
 
-    def _at(self, step: int) -> _Part:
-        return next(part for part in reversed(self._parts) if part.stage.start <= max(step, 0))
+    def _at(self, step: int) -> Part:
+        return next(part for part in reversed(self.parts) if part.stage.start <= max(step, 0))
 
     def _epochs(self, era: _Era, place: int) -> list[float]:
         drawn = era.mixture.drawn(place)
@@ -157,10 +157,10 @@ class Curriculum:
 
     def _count(self) -> int | None:
         """Return the number of batches until all sources reach their limits; None: endless."""
-        end = self._eras[-1].mixture.end
+        end = self.eras[-1].mixture.end
         if end == math.inf:
             return None
-        part = next((part for part in reversed(self._parts) if part.stage.era == len(self._eras) - 1
+        part = next((part for part in reversed(self.parts) if part.stage.era == len(self.eras) - 1
                      and part.place < end), None)
         count = part.stage.start + int(end - part.place) * part.per_unit // part.stage.batch if part else 0
         if not count:

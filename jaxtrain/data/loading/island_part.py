@@ -19,8 +19,8 @@ class IslandPart:
 
     def __init__(self, batches: BatchSource, index: int, count: int):
         """Take part `index` of `count` of each batch."""
-        self._batches: Any = batches
-        self._index, self._count = index, count
+        self.whole: Any = batches
+        self._index, self.count = index, count
         self.num_batches = batches.num_batches
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
@@ -28,32 +28,32 @@ class IslandPart:
 
     def rows(self, step: int, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """Return only these rows of the island's batch at `step`."""
-        return self._batches.rows(step, [self._row(step, index) for index in indices])
+        return self.whole.rows(step, [self._row(step, index) for index in indices])
 
     def shape(self, step: int) -> tuple[int, int]:
         """Return the number of the island's rows, and of tokens per row, at this step."""
-        rows, length = self._batches.shape(step)
-        return rows // self._count, length
+        rows, length = self.whole.shape(step)
+        return rows // self.count, length
 
     def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the distinct shapes that the island's batches of these steps may have."""
-        return [(rows // self._count, length) for rows, length in self._batches.shapes_of(start, stop)]
+        return [(rows // self.count, length) for rows, length in self.whole.shapes_of(start, stop)]
 
     def tokens(self, step: int) -> int:
         """Return the number of tokens in all of the island's batches before this step."""
-        return self._batches.tokens(step) // self._count
+        return self.whole.tokens(step) // self.count
 
     def epochs(self, step: int) -> dict[str, float]:
         """Return the number of epochs that all islands together make before this step."""
-        return self._batches.epochs(step)
+        return self.whole.epochs(step)
 
     def passes(self, step: int) -> float:
         """Return the number of epochs over all sources together that all islands together make before this step."""
-        return passes(self._batches, step)
+        return passes(self.whole, step)
 
     def origin(self, step: int, index: int) -> Any:
         """Return the source of a row, the rows of that source, and its number there."""
-        return self._batches.origin(step, self._row(step, index))
+        return self.whole.origin(step, self._row(step, index))
 
     def _row(self, step: int, index: int) -> int:
         return self._index * self.shape(step)[0] + index

@@ -38,7 +38,7 @@ class Batches:
 
     def __init__(self, rows: Rows, *, global_batch_size: int, seed: int, shuffle: bool = True, repeat: bool = True,
                  threads: int = 0):
-        self._rows, self._order = rows, Order(len(rows), seed, shuffle)
+        self.all_rows, self.order = rows, Order(len(rows), seed, shuffle)
         self._ahead = ReadAhead(self._read, threads) if threads else None
         self.global_batch_size = global_batch_size
         self.num_batches = None if repeat else -(-len(rows) // global_batch_size)  # None: no end
@@ -57,21 +57,21 @@ class Batches:
 
     def _read(self, step: int, within: np.ndarray) -> dict[str, np.ndarray]:
         places = int(step) * self.global_batch_size + within
-        there = places < len(self._rows) if self.num_batches else np.ones(len(places), bool)
+        there = places < len(self.all_rows) if self.num_batches else np.ones(len(places), bool)
         if there.all():
-            return take(self._rows, self._order.rows(places))
-        batch = {name: np.zeros((len(places), *column.shape), column.dtype) for name, column in self._rows[0].items()}
+            return take(self.all_rows, self.order.rows(places))
+        batch = {name: np.zeros((len(places), *x.shape), x.dtype) for name, x in self.all_rows[0].items()}
         if there.any():
-            for name, column in take(self._rows, self._order.rows(places[there])).items():
+            for name, column in take(self.all_rows, self.order.rows(places[there])).items():
                 batch[name][there] = column
         return batch
 
     def origin(self, step: int, index: int) -> tuple[str, Rows, int | None]:
         """Return a row's source ("": the only one), that source's rows, and its number there; None: an empty row."""
         place = step * self.global_batch_size + index
-        if self.num_batches and place >= len(self._rows):
-            return "", self._rows, None
-        return "", self._rows, int(self._order.rows(np.array([place]))[0])
+        if self.num_batches and place >= len(self.all_rows):
+            return "", self.all_rows, None
+        return "", self.all_rows, int(self.order.rows(np.array([place]))[0])
 
     def shape(self, step: int) -> tuple[int, int]:
         """Return the number of rows, and of tokens per row, which is the same at every step."""
@@ -79,7 +79,7 @@ class Batches:
 
     @functools.cached_property
     def _row_length(self) -> int:
-        return len(self._rows[0]["weights"])
+        return len(self.all_rows[0]["weights"])
 
     def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the distinct shapes of the batches of steps `start` to `stop`."""
@@ -91,7 +91,7 @@ class Batches:
 
     def epochs(self, step: int) -> dict[str, float]:
         """Return the number of epochs over all rows before this step."""
-        return {"": step * self.global_batch_size / len(self._rows)}
+        return {"": step * self.global_batch_size / len(self.all_rows)}
 
 
 def take(rows: Rows, numbers: np.ndarray) -> dict[str, np.ndarray]:

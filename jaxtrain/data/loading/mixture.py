@@ -68,6 +68,22 @@ class Mixture:
                                      + np.array(period.counts)[source[at]] * block)
         return sources, units
 
+    def find(self, source: int, units: np.ndarray) -> np.ndarray:
+        """Return the place that draws each of these units of a source, counted over all epochs; -1: none does."""
+        places = np.full(len(units), -1, np.int64)
+        period_of = np.searchsorted([period.before[source] for period in self.periods], units, "right") - 1
+        for number in np.unique(period_of):
+            period = self.periods[number]
+            if not (count := period.counts[source]):  # it is drawn no more
+                continue
+            mine = np.flatnonzero(period_of == number)
+            blocks, ranks = np.divmod(units[mine] - period.before[source], count)
+            for block in np.unique(blocks):
+                within = np.flatnonzero(self._block(period, int(block))[0] == source)  # in the order of their ranks
+                some = blocks == block
+                places[mine[some]] = period.start + block * BLOCK + within[ranks[some]]
+        return np.where(places < self.end, places, -1)
+
     def drawn(self, place: int) -> tuple[int, ...]:
         """Return how many units of each source are drawn before this place."""
         number = int(np.searchsorted(self._starts, place, "right")) - 1

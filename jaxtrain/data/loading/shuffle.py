@@ -35,17 +35,17 @@ class Order:
         if length < 1:
             raise ValueError("there are no rows to shuffle")
         self.length = length
-        self._shuffled = shuffle
+        self.shuffled = shuffle
         if shuffle:
             # Grain mixes a pipeline's seed with the depth of the operation: here 1, a shuffle right after the source.
-            self._seed = int(np.random.SeedSequence([seed, 1 + era]).generate_state(1)[0])
+            self.seed = int(np.random.SeedSequence([seed, 1 + era]).generate_state(1)[0])
 
     def rows(self, places: np.ndarray) -> np.ndarray:
         """Return the row at each place of the endless order."""
         epochs, within = np.divmod(np.asarray(places, np.int64), self.length)
-        if not self._shuffled:
+        if not self.shuffled:
             return within
-        permute, last, seed = index_shuffle(), self.length - 1, self._seed
+        permute, last, seed = index_shuffle(), self.length - 1, self.seed
         return np.fromiter((permute(place, last, (seed + epoch) % 2**32, 4)  # 4 rounds, as in Grain
                             for epoch, place in zip(epochs.tolist(), within.tolist(), strict=True)),
                            np.int64, len(within))

@@ -70,7 +70,7 @@ class AnswerRows(FittedRows):
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Return several rows at once as [n, T] arrays."""
         columns = super().take(numbers)
-        columns |= {name: np.zeros((len(numbers), self._T), dtype) for name, dtype in COLUMNS.items()}
+        columns |= {name: np.zeros((len(numbers), self.seq_len), dtype) for name, dtype in COLUMNS.items()}
         for row, number in enumerate(numbers):
             one = {name: column[row] for name, column in columns.items()}
             for segment, start in enumerate(self.places(int(number)), start=1):

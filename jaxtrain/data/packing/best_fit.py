@@ -61,6 +61,27 @@ class Plan:
         starts = self.starts[_ranges(self.first[item] + before * each, each)]
         return np.add.reduceat(each, np.cumsum(counts_N) - counts_N), starts, np.repeat(self.lengths[item], each)
 
+    def find(self, start: int, length: int) -> tuple[int, int] | None:
+        """Return the row that has the piece which begins at `start`, and its place there; None: it is not in the plan.
+
+        The pieces of one length are in the order of the corpus, and those of an item follow each other.
+        """
+        items_L = np.flatnonzero(self.lengths == length)
+        items_L = items_L[np.argsort(self.first[items_L])]
+        if not len(items_L):
+            return None
+        group_L = self.items.searchsorted(items_L, "right") - 1
+        low, last = int(self.first[items_L[0]]), items_L[-1]
+        stop = int(self.first[last] + self.each[last] * (self.rows[group_L[-1] + 1] - self.rows[group_L[-1]]))
+        piece = low + int(np.searchsorted(self.starts[low:stop], start))
+        if piece == stop or self.starts[piece] != start:
+            return None
+        which = int(np.searchsorted(self.first[items_L], piece, "right")) - 1
+        item, group = items_L[which], group_L[which]
+        row, nth = divmod(piece - int(self.first[item]), int(self.each[item]))
+        before = slice(self.items[group], item)
+        return int(self.rows[group]) + row, int((self.lengths[before] * self.each[before]).sum()) + nth * length
+
 
 def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the ranges of `counts[i]` numbers from `first[i]` on, concatenated."""

@@ -39,7 +39,8 @@ class DocumentRows(Unpacked):
     """
 
     def __init__(self, tokens: Tokens, longest: int | None = None):
-        self._tokens, found = tokens, list(pieces(tokens, longest or max(1, tokens.num_tokens)))
+        self.tokens, self.longest = tokens, longest or max(1, tokens.num_tokens)
+        found = list(pieces(tokens, self.longest))
         self.starts, self.lengths = (np.concatenate([np.zeros(0, np.int64), *columns])
                                      for columns in list(zip(*found, strict=True))[:2])
         self.cut = sum(cut for *_, cut in found)
@@ -48,11 +49,16 @@ class DocumentRows(Unpacked):
         """Return where the row begins, in the tokens of the split."""
         return [int(self.starts[i])]
 
+    def find(self, start: int) -> tuple[int, int] | None:
+        """Return the row that begins at this token of the split, and 0, its place there; None: none does."""
+        row = int(np.searchsorted(self.starts, start))
+        return (row, 0) if row < len(self.starts) and self.starts[row] == start else None
+
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
         """Return `tokens`, `targets`, `segments` (1, and 0 for padding), `positions` and `weights`, each [T]."""
         start, size = int(self.starts[i]), int(self.lengths[i])
-        text = self._tokens.read(start, start + size + 1)
-        trained = self._tokens.trained(start + 1, start + size + 1)
+        text = self.tokens.read(start, start + size + 1)
+        trained = self.tokens.trained(start + 1, start + size + 1)
         row = {"tokens": text[:-1], "targets": text[1:], "segments": np.ones(size, np.int32),
                "positions": np.arange(size, dtype=np.int32),
                "weights": np.ones(size, np.float32) if trained is None else trained.astype(np.float32)}

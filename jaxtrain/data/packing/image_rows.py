@@ -65,6 +65,14 @@ class ImageRows:
                             f"{longest}", f"set it to {longest} or more, or prepare smaller images")
         return pack(self.lengths, self.length, self.most)
 
+    @cached_property
+    def row_of(self) -> np.ndarray:
+        """The row of each image."""
+        found = np.empty(len(self.lengths), np.int64)
+        for row, numbers in enumerate(self.rows):
+            found[numbers] = row
+        return found
+
     @property
     def fill(self) -> float:
         """The share of places that are not padding."""

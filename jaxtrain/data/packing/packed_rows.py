@@ -25,7 +25,7 @@ class PackedRows:
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, pad_last: bool = False):
-        self._tokens, self._T = tokens, seq_len
+        self.tokens, self.seq_len = tokens, seq_len
         targets = tokens.num_tokens - 1  # the very first token is not a target
         self._len = -(-targets // seq_len) if pad_last else targets // seq_len
         if self._len < 1:
@@ -38,45 +38,45 @@ class PackedRows:
     @property
     def fill(self) -> float:
         """The share of places that hold a token."""
-        return min(1.0, (self._tokens.num_tokens - 1) / (self._len * self._T))
+        return min(1.0, (self.tokens.num_tokens - 1) / (self._len * self.seq_len))
 
     @property
     def cut(self) -> int:
         """The number of documents that do not lie in a single row."""
         count, before = 0, 0
-        for shard in self._tokens.shards:
-            edges = (shard.offsets + before) // self._T
+        for shard in self.tokens.shards:
+            edges = (shard.offsets + before) // self.seq_len
             # The last token of a document is only a target: it may be the first of the next row.
-            lasts = (shard.offsets[1:] + before - 2) // self._T
+            lasts = (shard.offsets[1:] + before - 2) // self.seq_len
             count += int((lasts > edges[:-1]).sum())
             before += len(shard.tokens)
         return count
 
     def places(self, i: int) -> list[int]:
         """Return where each segment of a row begins, in the tokens of the split."""
-        start, stop = i * self._T, min((i + 1) * self._T, self._tokens.num_tokens - 1)
-        return [start, *self._tokens.starts(start + 1, stop).tolist()]
+        start, stop = i * self.seq_len, min((i + 1) * self.seq_len, self.tokens.num_tokens - 1)
+        return [start, *self.tokens.starts(start + 1, stop).tolist()]
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return {name: column[0] for name, column in self.take([i]).items()}
 
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Return several rows at once as [n, T] arrays."""
-        T, starts_N = self._T, _checked(numbers, self._len) * self._T
-        n, end, edges = len(starts_N), self._tokens.num_tokens, []
+        T, starts_N = self.seq_len, _checked(numbers, self._len) * self.seq_len
+        n, end, edges = len(starts_N), self.tokens.num_tokens, []
         tokens, targets, weights = _empty(n, T)
         weights[:] = 1
         for row, start in enumerate(starts_N.tolist()):
             stop = min(start + T + 1, end)
-            text = self._tokens.stored(start, stop)
+            text = self.tokens.stored(start, stop)
             size = len(text) - 1  # T, except in a padded last row
             tokens[row, :size], targets[row, :size] = text[:-1], text[1:]
             if size < T:  # every document ends in the end-of-document id, so the very last token is one
                 tokens[row, size:] = targets[row, size:] = text[-1]
-            if (trained := self._tokens.trained(start + 1, stop)) is not None:
+            if (trained := self.tokens.trained(start + 1, stop)) is not None:
                 weights[row, :size] = trained
             # A segment begins with the row and with each document, in the row or right after it (then it is empty).
-            edges += [starts_N[row: row + 1], self._tokens.starts(start + 1, stop)]
+            edges += [starts_N[row: row + 1], self.tokens.starts(start + 1, stop)]
         counts_N = 1 + np.fromiter(map(len, edges[1::2]), np.int64, n)
         first_N, row_S = np.cumsum(counts_N) - counts_N, np.repeat(np.arange(n), counts_N)  # S: segments of all rows
         within_S = np.concatenate(edges) - starts_N[row_S]
@@ -96,32 +96,32 @@ class FittedRows:
     def __init__(self, tokens: Tokens, plan: "Plan", seq_len: int):
         if not len(plan):
             raise UserError("data.source", f"{tokens.num_tokens} tokens have nothing to predict", "give more text")
-        self._tokens, self._plan, self._T = tokens, plan, seq_len
+        self.tokens, self.plan, self.seq_len = tokens, plan, seq_len
 
     def __len__(self) -> int:
-        return len(self._plan)
+        return len(self.plan)
 
     @property
     def fill(self) -> float:
         """The share of places that hold a token."""
-        return self._plan.used / (len(self) * self._T)
+        return self.plan.used / (len(self) * self.seq_len)
 
     @property
     def cut(self) -> int:
         """The number of documents that do not lie in a single row."""
-        return self._plan.cut
+        return self.plan.cut
 
     def places(self, i: int) -> list[int]:
         """Return where each segment of a row begins, in the tokens of the split."""
-        return self._plan.pieces(np.array([i]))[1].tolist()
+        return self.plan.pieces(np.array([i]))[1].tolist()
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return {name: column[0] for name, column in self.take([i]).items()}
 
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Return several rows at once as [n, T] arrays."""
-        T, n = self._T, len(numbers)
-        counts_N, starts, lengths = self._plan.pieces(_checked(numbers, len(self)))
+        T, n = self.seq_len, len(numbers)
+        counts_N, starts, lengths = self.plan.pieces(_checked(numbers, len(self)))
         counts_N += 1  # the rest of the row is a segment, too
         row_S = np.repeat(np.arange(n), counts_N)
         begin_N = np.cumsum(counts_N) - counts_N
@@ -135,9 +135,9 @@ class FittedRows:
         weights[:] = 1
         places = row_S[piece_S], within_S[piece_S], lengths, starts
         for row, at, length, start in zip(*(column.tolist() for column in places), strict=True):
-            text = self._tokens.stored(start, start + length + 1)
+            text = self.tokens.stored(start, start + length + 1)
             tokens[row, at: at + length], targets[row, at: at + length] = text[:-1], text[1:]
-            if (trained := self._tokens.trained(start + 1, start + length + 1)) is not None:
+            if (trained := self.tokens.trained(start + 1, start + length + 1)) is not None:
                 weights[row, at: at + length] = trained
         segments, positions = _spread(number_S, within_S, row_S, n, T)
         made = tokens, targets, segments, positions, weights

@@ -40,13 +40,13 @@ class PairRows(FittedRows):
 
     def places(self, i: int) -> list[int]:
         """Return where each segment of a row begins, in the tokens of the split."""
-        _, starts, lengths = self._plan.pieces(np.array([i]))
+        _, starts, lengths = self.plan.pieces(np.array([i]))
         return [place for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
                 for place in (start, self._second(start, length))]
 
     def _second(self, start: int, length: int) -> int:
         """Return where the rejected answer's document begins."""
-        second, = self._tokens.starts(start + 1, start + length)
+        second, = self.tokens.starts(start + 1, start + length)
         return int(second)
 
     def take(self, numbers: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
@@ -54,7 +54,7 @@ class PairRows(FittedRows):
         columns = super().take(numbers)
         segments, positions, weights = (columns[name] for name in ("segments", "positions", "weights"))
         segments[segments > 0] = 2 * segments[segments > 0] - 1
-        counts_N, starts, lengths = self._plan.pieces(np.asarray(numbers, np.int64))
+        counts_N, starts, lengths = self.plan.pieces(np.asarray(numbers, np.int64))
         row_S = np.repeat(np.arange(len(numbers)), counts_N)
         at_S = np.cumsum(lengths) - lengths
         at_S -= np.repeat(at_S[np.cumsum(counts_N) - counts_N], counts_N)

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxtrain.data.prepare.tasks import Options, Task
 from jaxtrain.errors import UserError
 
+T = TypeVar("T")
 Calls = Sequence[tuple[Any, ...]]  # the arguments of each task
 Engine = Callable[[Callable[..., int], Calls], Iterator[int]]  # makes all calls and yields their results in any order
 
@@ -27,10 +28,11 @@ def run(do: Callable[..., int], tasks: Sequence[Task], missing: Sequence[int], o
         for call in calls:
             yield do(*call)
     else:
-        yield from _in_processes(do, calls, min(workers, len(calls)))
+        yield from in_processes(do, calls, min(workers, len(calls)))
 
 
-def _in_processes(do: Callable[..., int], calls: Calls, workers: int) -> Iterator[int]:
+def in_processes(do: Callable[..., T], calls: Calls, workers: int) -> Iterator[T]:
+    """Make all calls in so many processes of this machine, and yield their results in any order."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker processes are the parallelism
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, context, _end_with_parent) as pool:

@@ -110,8 +110,8 @@ def test_rows_that_touch_what_is_lost_carry_no_loss_and_others_stay(place, whole
 
 def touching(rows, first: int, last: int) -> set[int]:
     """Return the rows that read a token of [first, last): their inputs and the target behind them."""
-    if hasattr(rows, "_plan"):
-        pieces = [rows._plan.pieces(np.array([i])) for i in range(len(rows))]
+    if hasattr(rows, "plan"):
+        pieces = [rows.plan.pieces(np.array([i])) for i in range(len(rows))]
         return {i for i, (_, starts, lengths) in enumerate(pieces)
                 if ((starts < last) & (starts + lengths + 1 > first)).any()}
     return {i for i in range(len(rows)) if i * 4096 < last and i * 4096 + 4097 > first}

@@ -131,7 +131,7 @@ def test_order_is_pinned():
 def test_a_bucket_of_many_rows_is_permuted_entry_by_entry():
     rows = Numbered(np.random.default_rng(0).integers(1, 5, 12_001))
     batches = BucketedBatches(rows, buckets=[2, 4], global_batch_size=100, seed=0)
-    assert min(batches._there) > SMALL
+    assert min(batches.there) > SMALL
     epochs = [epoch(batches, number) for number in (0, 1)]
     assert all(sorted(i for i in found if i is not None) == [*range(12_001)] for found in epochs)
     assert epochs[0] != epochs[1] and batches.numbers(10**9, [99]) == [9484]

@@ -38,7 +38,7 @@ def test_an_epoch_of_a_mixture_is_as_many_rows_as_its_sources_hold_together(own_
     corpus = corpora(random.Random(1), ["a", "b"])
     sources = {"a": {"source": "a", "weight": 3}, "b": {"source": "b"}}
     batches = train_batches(mixture(mixture=sources), corpus)
-    rows = sum(len(train_batches(mixture(), corpus.part(name))._rows) for name in ("a", "b"))
+    rows = sum(len(train_batches(mixture(), corpus.part(name)).all_rows) for name in ("a", "b"))
     assert steps_in(batches, 1) == math.ceil(rows / 8) and steps_in(batches, 2.5) == math.ceil(2.5 * rows / 8)
     assert batches.epochs(steps_in(batches, 1))["a"] > 1 > batches.epochs(steps_in(batches, 1))["b"]
     part = IslandPart(batches, 0, 2)  # of which another island makes the other half

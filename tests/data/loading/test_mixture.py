@@ -77,3 +77,15 @@ def test_a_source_that_has_given_all_leaves_its_share_to_the_others():
 def test_a_weight_too_small_for_a_block_is_refused():
     with pytest.raises(UserError, match=r"data.mixture.b.weight: 0.0001 of all rows is less than one of 4096"):
         Mixture("ab", [(0, [1, 0.0001])], ENDLESS[:2], seed=0)
+
+
+@pytest.mark.parametrize("limits", [(math.inf, math.inf, 900), (5000, 900, 0)])
+def test_the_place_of_a_unit_is_found(limits):
+    mixture = Mixture("abc", [(0, (1, 0.2, 3)), (700, (0, 1, 2)), (9000, (5, 1, 1))], limits, seed=3)
+    places = np.arange(int(min(mixture.end, 12_000)))
+    sources, units = mixture.locate(places)
+    for source in range(3):
+        mine = sources == source
+        assert mixture.find(source, units[mine]).tolist() == places[mine].tolist()
+        if limits[source] < math.inf:  # there are no more
+            assert mixture.find(source, np.arange(int(limits[source]), int(limits[source]) + 5)).tolist() == [-1] * 5

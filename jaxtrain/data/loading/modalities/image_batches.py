@@ -39,7 +39,7 @@ class ImageBatches(Batches):
 
     def shape(self, step: int) -> tuple[int, int]:
         """Return the number of rows, and of patches per row, which is the same at every step."""
-        return self.global_batch_size, len(self._rows[0]["images"])
+        return self.global_batch_size, len(self.all_rows[0]["images"])
 
 
 def image_batches(c: PatchesConfig, d: DataConfig, corpus: SequenceCorpus, split: str) -> ImageBatches | None:

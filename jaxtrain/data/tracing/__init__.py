@@ -1,0 +1,1 @@
+"""Trace documents to the steps that see them, by inverting batches, and find documents by what they contain."""

@@ -1,0 +1,116 @@
+"""The inverse of the shuffles: at which place of an epoch a row is drawn, computed without looking at other rows.
+
+Grain's permutation is a Feistel network over blocks of an even number of bits (functions of Simon, Beaulieu et al.,
+https://eprint.iacr.org/2013/404), walked until it is back below the number of rows (Black and Rogaway 2002). Both are
+undone step by step. The keys of the rounds are those of `std::seed_seq` (C++17, [rand.util.seedseq]).
+"""
+
+import math
+
+import numpy as np
+
+from jaxtrain.data.loading.bucketing import SMALL, Permutation
+from jaxtrain.data.loading.shuffle import Order, index_shuffle
+from jaxtrain.errors import UserError
+
+ROUNDS = 4  # as Order and Permutation ask for
+CHECKED = 8  # results of a call that Grain is asked to confirm
+
+
+def places_of(order: Order, rows: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of these pairs of a row and an epoch are drawn, by number, and at which place of the endless order.
+
+    A row is drawn once an epoch, except where Grain's permutation is none: see `inverse`.
+    """
+    if not order.shuffled:
+        return np.arange(len(rows)), epochs * order.length + rows
+    which, within = inverse(rows, order.length, (order.seed + epochs) % 2**32)
+    return which, epochs[which] * order.length + within
+
+
+def place_of(permutation: Permutation, epoch: int, number: int) -> int:
+    """Return the place of a number in the permutation of an epoch."""
+    if not permutation.shuffled:
+        return number
+    if permutation.count <= SMALL:
+        return permutation.whole(epoch).index(number)
+    _, within = inverse(np.array([number]), permutation.count, np.array([permutation.seed(epoch)]))
+    return int(within[0])
+
+
+def inverse(numbers: np.ndarray, count: int, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of these numbers below `count` Grain's permutations draw, and at which place below `count`.
+
+    Where count - 1 is 2^16, 2^18, 2^20, ..., a block is one bit too short for the last place. There Grain draws what it
+    draws at place 0, and never draws the last number: that one is left out here, and the other one found twice.
+    """
+    last = count - 1
+    if not last:
+        return np.arange(len(numbers)), np.zeros(len(numbers), np.int64)
+    half = max(8, -(-math.ceil(math.log2(last)) // 2))  # bits in each half of a block
+    short = last == 1 << 2 * half
+    which = np.flatnonzero(numbers < last) if short else np.arange(len(numbers))
+    keys = round_keys(seeds[which])
+    values, walking = numbers[which].astype(np.uint64), np.arange(len(which))
+    while len(walking):
+        values[walking] = _decrypted(values[walking], keys[:, walking], half)
+        walking = walking[values[walking] > last]
+    places = values.astype(np.int64)
+    if short:
+        again = np.flatnonzero(places == 0)
+        which, places = np.append(which, which[again]), np.append(places, np.full(len(again), last))
+    _confirm(numbers[which], places, last, seeds[which])
+    return which, places
+
+
+def _decrypted(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
+    """Undo all rounds of the network."""
+    width, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> width & mask, values & mask
+
+    def turned(x: np.ndarray, by: int) -> np.ndarray:
+        return (x << np.uint64(by) | x >> np.uint64(half - by)) & mask
+
+    def mixed(x: np.ndarray) -> np.ndarray:
+        return turned(x, 1) & turned(x, 8) ^ turned(x, 2)
+
+    for first, second in zip(reversed(keys[::2]), reversed(keys[1::2]), strict=True):
+        right ^= mixed(left) ^ second & mask
+        left ^= mixed(right) ^ first & mask
+    return left << width | right
+
+
+def round_keys(seeds: np.ndarray) -> np.ndarray:
+    """Return the 32-bit words that `std::seed_seq{seed}` generates for each of the rounds: [ROUNDS, seeds]."""
+    n, k1, k2 = ROUNDS, np.uint32(1664525), np.uint32(1566083941)
+    words = np.full((n, len(seeds)), 0x8B8B8B8B, np.uint32)
+    given = seeds.astype(np.uint32)
+
+    def stirred(x: np.ndarray, by: np.uint32) -> np.ndarray:
+        return (x ^ x >> np.uint32(27)) * by
+
+    for k in range(n):  # for so few words the standard's t and p are 1, its q is 2 and its m is n
+        here, next_, after, before = (k + i for i in (0, 1, 2, n - 1))
+        one = stirred(words[here] ^ words[next_ % n] ^ words[before % n], k1)
+        two = one + (np.uint32(k) + (given if k == 1 else np.uint32(0)) if k else np.uint32(1))
+        words[next_ % n] += one
+        words[after % n] += two
+        words[here] = two
+    for k in range(n):
+        next_, after, before = ((k + i) % n for i in (1, 2, n - 1))
+        three = stirred(words[k] + words[next_] + words[before], k2)
+        four = three - np.uint32(k)
+        words[next_] ^= three
+        words[after] ^= four
+        words[k] = four
+    return words.astype(np.uint64)
+
+
+def _confirm(numbers: np.ndarray, places: np.ndarray, last: int, seeds: np.ndarray) -> None:
+    """Raise an error if Grain's permutation is another one than is inverted here; it may change in a new version."""
+    some = slice(None, None, max(1, len(places) // CHECKED))
+    drawn = [index_shuffle()(place, last, seed, ROUNDS) for place, seed in
+             zip(places[some].tolist(), seeds[some].tolist(), strict=True)]
+    if drawn != numbers[some].tolist():
+        raise UserError("grain", "its shuffle is not the one that can be inverted", "install the version that "
+                        "constraints.txt names")
