@@ -29,7 +29,7 @@ APART = 1e-4  # relative: what a step that is made again may be off on another m
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs part, and why."""
+    """The first step at which two runs part, and the cause."""
 
     cause: str
     step: int  # from 1: the first one that differs; 0: none, or their initial values do

@@ -15,7 +15,7 @@ from jaxtrain.bisection.operations import Operation, Trace, Value, allowed_by
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two steps part."""
+    """The results and the operation in which two steps part."""
 
     results: list[str]  # those that differ
     of: tuple[Operation | None, Operation | None]  # in each program; None: all that leads to them is in the other one

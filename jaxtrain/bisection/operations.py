@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.typing import ArrayLike
 
+from jaxtrain.base.annotations import AnyArray, JsonObject
 from jaxtrain.proof import float64
 
 SUMS = 4
@@ -34,7 +36,7 @@ _TOGETHER = {"add", "sub", "add_any", "reduce_sum", "cumsum", "scatter-add", "sc
 
 @dataclass(eq=False)
 class Value:
-    """What is known of an array: sums that tell it from others, and how much of it is rounding."""
+    """The numbers by which an array is known: sums that tell it from others, and how much of it is rounding."""
 
     size: int
     norm: float
@@ -84,7 +86,7 @@ class Trace:
     results: dict[str, Value] = field(default_factory=dict)
     given: list[Value] = field(default_factory=list)  # arguments and constants
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> JsonObject:
         """Return it without links: pickle would follow a long chain of them."""
         values = [*self.given, *(value for _, made in self.operations for value in made)]
         at = {id(value): n for n, value in enumerate(values)}
@@ -94,7 +96,7 @@ class Trace:
                                 [replace(value, maker=None) for value in made])
                                for operation, made in self.operations]}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: JsonObject) -> None:
         """Link it again."""
         self.given, self.operations = state["given"], []
         values = [*self.given]
@@ -107,7 +109,7 @@ class Trace:
         self.results = {name: values[n] for name, n in state["results"].items()}
 
 
-def trace(closed: core.ClosedJaxpr, args: Sequence[Any], names: Sequence[str], layers: int = 0,
+def trace(closed: core.ClosedJaxpr, args: Sequence[AnyArray], names: Sequence[str], layers: int = 0,
           accumulation: int = 1) -> Trace:
     """Return the operations of a jaxpr of one device, computed in float64.
 
@@ -134,13 +136,13 @@ class _Evaluation:
         self.trace, self.layers, self.accumulation = Trace(), layers, accumulation
         self.source = ""  # of the call that is evaluated: what JAX's own functions compute says only that
 
-    def given(self, x: Any) -> Pair:
+    def given(self, x: AnyArray) -> Pair:
         """Take an argument or a constant."""
         value = _value(x)
         self.trace.given.append(value)
         return x if isinstance(x, jax.Array) else jnp.asarray(x), value
 
-    def evaluate(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Pair],
+    def evaluate(self, jaxpr: core.Jaxpr, consts: Sequence[ArrayLike], args: Sequence[Pair],
                  place: tuple[str, ...]) -> list[Pair]:
         known: dict[Any, Pair] = {var: self.given(float64.widen(x)) for var, x in zip(
             jaxpr.constvars, consts, strict=True)}
@@ -218,7 +220,7 @@ def _last_uses(jaxpr: core.Jaxpr) -> dict[int, list[core.Var]]:
     return found
 
 
-def _value(x: Any, maker: Operation | None = None) -> Value:
+def _value(x: AnyArray, maker: Operation | None = None) -> Value:
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         x = jax.random.key_data(x)
     flat = np.nan_to_num(np.asarray(x).astype(np.float64).ravel(), nan=1.7e30, posinf=2.3e30, neginf=-3.1e30)

@@ -7,10 +7,13 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+import numpy as np
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.bisection.operations import Trace
@@ -41,7 +44,7 @@ class ElsewhereSide(Side):
             raise UserError("--python", f"{self.python} cannot be started ({error.strerror})",
                             "give VENV/bin/python") from None
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: object) -> PyTree:
         process = self._process
         try:
             _put(process.stdin, (self.source, method, args))
@@ -58,11 +61,11 @@ class ElsewhereSide(Side):
         return self._call("placement")
 
     @cached_property
-    def start(self) -> Any:
+    def start(self) -> Mapping[str, np.ndarray]:
         """The parameters before the first step, by name."""
         return self._call("start")
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step: int) -> dict[str, np.ndarray]:
         """Return the batch before this many steps, on the host."""
         return self._call("batch", step)
 
@@ -87,13 +90,13 @@ class ElsewhereSide(Side):
         return self._call("wrong_on_mesh", state, batch)
 
 
-def _put(line: IO[bytes] | None, content: Any) -> None:
+def _put(line: IO[bytes] | None, content: object) -> None:
     assert line
     pickle.dump(content, line)
     line.flush()
 
 
-def _get(line: IO[bytes] | None) -> Any:
+def _get(line: IO[bytes] | None) -> PyTree:
     assert line
     return pickle.load(line)
 

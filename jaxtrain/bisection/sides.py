@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ from jaxtrain.bisection.operations import Trace, trace
 from jaxtrain.checkpoint import restore, verify
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config
+from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.errors import UserError
 from jaxtrain.plan.estimate import change
@@ -107,7 +107,7 @@ class Side:
                 for at, step in enumerate(columns["step"])}
 
     @cached_property
-    def _batches(self) -> Any:
+    def _batches(self) -> BatchSource:
         skipped = SkippedBatches.read(self.workdir) if self.workdir else None
         return remaining(self.run.batch_source, skipped or SkippedBatches())
 

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     trace.add_argument("--eval", metavar="FILE", help="find what documents have of the items of an evaluation set")
     trace.add_argument("--skip", metavar="WORKDIR", help="have the run in its workdir, or in a new one, skip all "
                        "batches to come that have what --document or --text finds")
-    trace.add_argument("--field", nargs="+", default=[], metavar="NAME",
+    trace.add_argument("--text_field", nargs="+", default=[], metavar="NAME",
                        help="with --eval, the fields of a record that make the item; default: all text but the id")
     trace.add_argument("--ngram", type=int, default=13, help="with --eval, the words in a row that count as "
                        "contamination; default: 13")
@@ -106,7 +106,7 @@ def _eval(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     from jaxtrain.data.tracing.document_texts import searched
     from jaxtrain.runs import contamination_report, traced_run
 
-    search = EvalSearch(flags.eval, tuple(flags.field), flags.ngram, flags.near_threshold)
+    search = EvalSearch(flags.eval, tuple(flags.text_field), flags.ngram, flags.near_threshold)
     search.items()  # before the corpus is opened, which may take long
     run = _with_text(traced_run.open_traced(flags.where, overrides), "--eval")
     found = contamination_report.gathered(searched(run.data, run.corpus, search, ["train"], _workers(flags)))

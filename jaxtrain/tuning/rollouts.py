@@ -39,7 +39,8 @@ from jaxtrain.tuning.pending_rewards import PendingRewards
 from jaxtrain.tuning.remote_teacher import RemoteTeacher
 from jaxtrain.tuning.rewards import answers_of_step, equal_groups, totals_of, with_lengths
 from jaxtrain.tuning.rollout_files import RolloutFiles, Round
-from jaxtrain.tuning.samplers import Answering, Sampler
+from jaxtrain.tuning.samplers import Sampler
+from jaxtrain.tuning.samplers.completions import Answering
 from jaxtrain.tuning.samplers.remote_rounds import Wanted, round_of
 from jaxtrain.tuning.scorers import Scorers
 from jaxtrain.tuning.teacher_scores import TeacherScores, sampled_of

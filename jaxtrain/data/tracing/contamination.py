@@ -190,7 +190,7 @@ def _records(search: EvalSearch) -> Iterator[tuple[int, str, str]]:
                             "item in each") from None
         fields = record if isinstance(record, dict) else {}
         if missing := [name for name in search.fields if name not in fields]:
-            raise UserError("--field", f"line {number} of {path} has no {missing[0]!r}",
+            raise UserError("--text_field", f"line {number} of {path} has no {missing[0]!r}",
                             f"give some of {', '.join(fields)}" if fields else "leave it out")
         names = search.fields or [name for name in fields if name != "id"]
         chosen = [fields[name] for name in names] if fields else record

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -25,8 +25,7 @@ from jaxtrain.tuning.environments.turn_tokens import TurnTokens
 
 # What follows these tokens of the conversations in these places, in the turn of this number.
 Answering = Callable[[list[list[int]], list[int], int], list[Generated]]
-# How what the first process finds comes to all that take part.
-Sharing = Callable[[Callable[[], Any]], Any]
+T = TypeVar("T")
 _OF_ENVIRONMENTS = 1  # tells their seeds from those of sampling
 
 _OURS = ("tokens", "reward", "finish_reason", "error")  # what is noted of a message, which no template is told
@@ -69,12 +68,20 @@ class _Talk:
                             begin=tuple(self.begin), turns=tuple(self.turns))
 
 
-def with_all(found: Callable[[], Any]) -> Any:
+class Sharing(Protocol):
+    """The way in which what the first process finds comes to all that take part."""
+
+    def __call__(self, found: Callable[[], T], /) -> T:
+        """Return it."""
+        ...
+
+
+def with_all(found: Callable[[], T]) -> T:
     """Return what the first process finds, in every process."""
     return exchange(None, lambda _: found())
 
 
-def alone(found: Callable[[], Any]) -> Any:
+def alone(found: Callable[[], T]) -> T:
     """Return what is found in this process, on whatever thread."""
     return found()
 

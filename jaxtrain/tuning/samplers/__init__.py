@@ -5,16 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from jaxtrain.hub.generate import Generated
+from jaxtrain.tuning.samplers.completions import Answering
 
 if TYPE_CHECKING:
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer
     from jaxtrain.run import Run
     from jaxtrain.train_step.state import TrainState
     from jaxtrain.tuning.samplers.sent_weights import Weights
-
-
-# What follows these prompts, with a seed for each.
-Answering = Callable[[Sequence[Sequence[int]], Sequence[int]], list[Generated]]
 
 
 class Sampler(Protocol):

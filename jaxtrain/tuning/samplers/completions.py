@@ -1,12 +1,15 @@
 """The request for one answer, and the answer in a response: token ids on both sides, and nothing is tokenized."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.hub.batching.continuations import text_of
 from jaxtrain.hub.generate import Generated
+
+# What follows these prompts, with a seed for each.
+Answering = Callable[[Sequence[Sequence[int]], Sequence[int]], list[Generated]]
 
 
 class Unfinished(Exception):

@@ -12,9 +12,8 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.hub.generate import Generated
-from jaxtrain.tuning.samplers import Answering
 from jaxtrain.tuning.samplers.awaited import Awaited
-from jaxtrain.tuning.samplers.completions import Terms
+from jaxtrain.tuning.samplers.completions import Answering, Terms
 from jaxtrain.tuning.samplers.remote_sampler import RemoteSampler
 from jaxtrain.tuning.samplers.sent_weights import SentWeights, Weights, sends_adapters
 from jaxtrain.tuning.samplers.vllm_routes import VllmServer

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning.rollout_files import Round
-from jaxtrain.tuning.samplers import Answering, Sampler
+from jaxtrain.tuning.samplers import Sampler
+from jaxtrain.tuning.samplers.completions import Answering
 
 if TYPE_CHECKING:
     from jaxtrain.train_step.state import TrainState

@@ -19,9 +19,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.hub.generate import Generated
 from jaxtrain.observe import events
 from jaxtrain.tuning.http_service import Failed
-from jaxtrain.tuning.samplers import Answering
 from jaxtrain.tuning.samplers.awaited import Awaited
-from jaxtrain.tuning.samplers.completions import Question, Terms, Unfinished
+from jaxtrain.tuning.samplers.completions import Answering, Question, Terms, Unfinished
 from jaxtrain.tuning.samplers.sent_weights import Weights
 from jaxtrain.tuning.samplers.vllm_routes import KEY, VllmServer, told
 
