@@ -99,7 +99,7 @@ class Side:
 
     @cached_property
     def lines(self) -> dict[int, dict[str, float]]:
-        """What was recorded after each step."""
+        """The numbers that were recorded after each step."""
         assert self.recorded
         steps = self.recorded.steps
         columns = {name: steps[name] for name in ("step", *SERIES) if len(steps[name])}

@@ -77,3 +77,18 @@ def test_the_documented_one(tmp_path):
     assert [turn.observation for turn in said] == ["Which number from 1 to 16?", "more", "less", ""]
     assert [turn.reward for turn in said] == [0, 0, 0, 1]
     pool.end()
+
+
+def test_word_problems():
+    module, calculator = loaded("word_problems"), loaded("calculator")
+    rng = random.Random(0)
+    for _ in range(200):
+        text, expression, result = module.problem(rng)
+        assert calculator.calculated(expression) == f"{result}"
+        numbers = re.findall(r"\d+", text)
+        assert numbers == re.findall(r"\d+", expression) and "{" not in text and result >= 0
+    talks = [module.conversation(rng)["messages"] for _ in range(400)]
+    asked = [talk for talk in talks if len(talk) == 5]
+    assert 0.2 < len(asked) / len(talks) < 0.4
+    assert all(talk[2]["content"].startswith("calc ") and talk[3]["content"] == talk[4]["content"] for talk in asked)
+    assert module.task(rng)["prompt"][0] == {"role": "system", "content": module.SYSTEM}
