@@ -3,6 +3,7 @@
     jaxtrain data trace WORKDIR --document=1234
     jaxtrain data trace WORKDIR --document=@letter.txt --json
     jaxtrain data trace CORPUS --text="a sentence of it"
+    jaxtrain data trace CORPUS --eval=questions.jsonl
 
 The batch of each step follows from the corpus, the config and the step, so nothing needs to be
 recorded while training. CORPUS_OR_RUN is a run's workdir; a config, of a run that has not begun;

@@ -135,8 +135,9 @@ def redo_text(run: TracedRun, redo: Redo | None, again: Sequence[str]) -> list[s
     """Return lines about what to do so that the run has nothing of the documents."""
     if run.workdir is None:
         return []
+    before = [f"The run began with {run.init_from}, which may have seen it before."] if run.init_from else []
     if redo is None:
-        return ["No step that is done saw it: the state of the run has nothing of it."]
+        return [f"No step that is done saw it{'.' if before else ': the state of the run has nothing of it.'}", *before]
     start = redo.checkpoint or 0
     lines = [f"To redo: steps {start} to {redo.done - 1} ({redo.done - start:,}); step {redo.first} was the first that "
              "saw it."]
@@ -147,9 +148,7 @@ def redo_text(run: TracedRun, redo: Redo | None, again: Sequence[str]) -> list[s
                  if redo.checkpoint is None else
                  f"Checkpoint {redo.checkpoint} is the last one from before. To go back and skip batches with it:")
     lines += [f"  {line}" for line in commands(run, redo, again)]
-    if run.init_from:
-        lines.append(f"The run began with {run.init_from}, which may have seen it before.")
-    return lines
+    return lines + before
 
 
 def commands(run: TracedRun, redo: Redo, again: Sequence[str]) -> list[str]:

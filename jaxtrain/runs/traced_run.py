@@ -26,9 +26,11 @@ from jaxtrain.data.tracing.sequence_documents import as_documents
 from jaxtrain.data.tracing.stretches import Stretch
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
-from jaxtrain.files.bounded_files import LARGE, read_json
+from jaxtrain.files.bounded_files import LARGE, user_json
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.runs.run_index import TAIL
+
+MOST = 8  # batches that are skipped for each step of the run
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class TracedRun:
                 if (first := min(more)) < record.reach(saved):
                     raise UserError("--skip", f"checkpoint {saved} has it, from batch {first} on", self._go_back(first))
                 record = dataclasses.replace(record, batches=tuple(sorted({*record.batches, *more})))
+                if len(record.batches) > MOST * max(1, self.steps):
+                    raise UserError("--skip", "nearly every batch has it", "prepare the corpus again without it")
             if record != before:
                 record.write(workdir)
         return tuple(sorted({*record.batches} - {*before.batches}))
@@ -148,7 +152,7 @@ def open_traced(where: str, overrides: JsonObject | None = None, done: int | Non
     """
     if (Path(where) / "config.json").is_file():
         return _recorded(Path(where), overrides or {}, done)
-    if where.partition(".py:")[0].endswith((".py", ".json")) or ".py:" in where:
+    if where.startswith("hf:") or where.partition(".py:")[0].endswith((".py", ".json")) or ".py:" in where:
         return _planned(load_config(where, overrides))
     if overrides:
         raise UserError(f"--config.{next(iter(overrides))}", f"{where} is a corpus, which has no config",
@@ -156,7 +160,7 @@ def open_traced(where: str, overrides: JsonObject | None = None, done: int | Non
     if not is_corpus(where) and not Path(where).exists():
         raise UserError("CORPUS_OR_RUN", f"{where} does not exist", "give a workdir, a config or a corpus")
     data, manifest = DataConfig(source=where), Path(where, "manifest.json")
-    if manifest.is_file() and read_json(manifest, limit=LARGE).get("format") == SEQUENCES:
+    if (user_json(manifest, dict, "CORPUS_OR_RUN", "prepare the corpus again", LARGE) or {}).get("format") == SEQUENCES:
         return TracedRun(as_documents(open_sequences(where, cache_root(data))), data, text=False)
     return TracedRun(load_corpus(data), data)
 

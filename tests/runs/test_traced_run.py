@@ -177,7 +177,7 @@ def test_a_run_that_has_not_begun(work, made, capsys):
     assert len({row["epoch"] for row in longer["seen"]}) == 3
 
 
-def test_mistakes(work, made, capsys):
+def test_mistakes(work, made, capsys, tmp_path):
     def config(**keys):
         found = json.loads((work / "config.json").read_text())
         for key, value in keys.items():
@@ -198,6 +198,15 @@ def test_mistakes(work, made, capsys):
             ([work, "--document=1", "--stop"], "there is no such flag")):
         assert words in ran(capsys, *argv, status=2)
     assert "document 1: a.jsonl byte " in ran(capsys, made / "corpus", "--document=1")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/manifest.json").write_text("{")
+    assert ran(capsys, tmp_path / "damaged", "--document=1", status=2).startswith("CORPUS_OR_RUN: ")
+    (tmp_path / "one.txt").write_text("the only text there is\n" * 9)
+    assert "--skip: nearly every batch has it" in ran(
+        capsys, "configs/gpt.py:tiny", f"--config.data.source={tmp_path / 'one.txt'}", "--document=0", "--skip",
+        tmp_path / "skipping", "--config.data.seq_len=16", "--config.data.global_batch_size=12",
+        "--config.train.steps=4", "--config.optimizer.warmup_steps=1", status=2)
+    assert not (tmp_path / "skipping/skipped_batches.json").exists()
     (work / "run.json").write_text(json.dumps({"data_manifests": {"": "0" * 64}}))
     assert "was trained on another version of it" in ran(capsys, work, "--document=1", status=2)
     (work / "run.json").write_text(json.dumps({"own_parts": {"data": {"class": "Mine"}}}))

@@ -21,6 +21,16 @@ def test_every_place_of_an_epoch(count):
     assert (len(set(drawn)) < count) == (count in never)
 
 
+@pytest.mark.parametrize("count", [50, 300, 5000, *slow(2, 11)])
+def test_tables_and_walks_agree(count):
+    rng = np.random.default_rng(count)
+    numbers, seeds = rng.integers(0, count, 20), rng.integers(0, 3, 20)
+    walked, tabled = (undone(numbers.astype(np.uint64), count - 1, seeds, 8).tolist() for undone in (
+        inverse_shuffle._by_walking, inverse_shuffle._by_table))
+    drawn = [index_shuffle()(place, count - 1, seed, 4) for place, seed in zip(walked, seeds.tolist(), strict=True)]
+    assert walked == tabled and drawn == numbers.tolist()
+
+
 @pytest.mark.parametrize("count", [70_001, 2**31, 2**32 + 1, 10**10, 10**12])
 def test_random_places_of_large_orders(count):
     rng = np.random.default_rng(0)
