@@ -126,7 +126,6 @@ class _Trials:
             self.known[key] = dataclasses.replace(result, seconds=time.monotonic() - began)
         return self.known[key]
 
-
     def _initial(self, layout: Layout, run: Run) -> dict[str, float]:
         """Return how far initial values are off, as a multiple of what is allowed; of axes that were seen, nothing."""
         axes = set(layout.sizes)
@@ -173,12 +172,14 @@ def _reference(subject: Subject, steps: int, seed: int) -> tuple[TrainState, lis
     batches = proof_size.batches_of(one, steps, seed)
     proof_size.check_memory(one, batches[0])
     clip = subject.config.optimizer.clip_norm
-    if clip:  # a limit that is not reached proves nothing
-        norm = float(record(one, start, batches[:1]).steps[0][Quantity(NORM)])
-        if np.isfinite(norm) and norm < 2 * clip:
-            subject = dataclasses.replace(subject, config=change(subject.config, {
-                "optimizer.clip_norm": float(f"{norm / 2:.1g}")}))
-            one = subject.build(Layout())
+    norm = float(record(one, start, batches[:1]).steps[0][Quantity(NORM)])
+    if not np.isfinite(norm) or not norm:
+        raise UserError("gradient", f"its norm is {norm} on one device, so that nothing can be compared",
+                        "prove a model that learns from these batches")
+    if norm < 2 * clip:  # a limit that is not reached proves nothing
+        subject = dataclasses.replace(subject, config=change(subject.config, {
+            "optimizer.clip_norm": float(f"{norm / 2:.1g}")}))
+        one = subject.build(Layout())
     return start, batches, measure(one, start, batches, seed), subject
 
 

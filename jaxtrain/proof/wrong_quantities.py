@@ -93,11 +93,16 @@ def _first(reference: Reference, got: Record, n: int, errors: dict[Quantity, flo
                        f"do not; something that differs between them reaches it{hints.over(layout)}", tuple(torn[1:]))
     keys = sorted((key for key in wrong if key.kind == kind), key=lambda key: -wrong[key])
     first, others = keys[0], tuple(key.name for key in keys[1:])
+    if kind == UPDATE and n == 0:  # what was added, not the sum
+        began = {Quantity(UPDATE, name): np.asarray(x, np.float64) for name, x in named(reference.start.params)}
+        truth, seen = ({key: x - began[key] if key in began else x for key, x in of.items()} for of in (truth, seen))
     told = _told(kind, first, truth, seen, layout, run)
     right = tuple(key.name for key in errors if key.kind == kind and key not in wrong)
     if kind == GRADIENT and right:
         told += f"; {_list(right)} {'is' if len(right) == 1 else 'are'} right"
-    if kind in (OPTIMIZER, UPDATE) and n == 0 and (factor := _common_factor(truth, seen, reference, keys)):
+    has_moments = any(key.kind == OPTIMIZER and x.ndim for key, x in truth.items())
+    clips = kind == OPTIMIZER or (kind == UPDATE and not has_moments)
+    if clips and n == 0 and (factor := _common_factor(truth, seen, keys)):
         told = hints.of_clip(factor, run, truth, layout)
         kind, others = CLIP, ()
     if torn:
@@ -119,17 +124,13 @@ def _told(kind: str, key: Quantity, truth: dict[Quantity, np.ndarray], seen: dic
     return hints.of_array(seen[key], truth[key], sharding, layout)
 
 
-def _common_factor(truth: dict[Quantity, np.ndarray], seen: dict[Quantity, np.ndarray], reference: Reference,
+def _common_factor(truth: dict[Quantity, np.ndarray], seen: dict[Quantity, np.ndarray],
                    wrong: list[Quantity]) -> float:
     """Return the factor by which the optimizer's first moments (or all updates) are off, if it is one and the same.
 
     Second moments have its square. 0.0: there is none.
     """
-    if wrong[0].kind == UPDATE:
-        began = {Quantity(UPDATE, name): np.asarray(x, np.float64) for name, x in named(reference.start.params)}
-        pairs = [(seen[key] - began[key], truth[key] - began[key]) for key in began if key in seen]
-    else:
-        pairs = [(seen[key].astype(np.float64), truth[key]) for key in wrong if truth[key].ndim]
+    pairs = [(seen[key].astype(np.float64), truth[key]) for key in wrong if truth[key].ndim]
     factors = np.array([factor for got, want in pairs if (factor := hints.proportion(got, want)) is not None])
     if not len(factors) or len(factors) < 0.9 * len(pairs) or (factors <= 0).any():
         return 0.0

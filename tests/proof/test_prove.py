@@ -197,6 +197,14 @@ def test_the_smallest_layout_is_found_in_few_tries():
     assert f"{found.layout}" == "tensor=4 train.remat=full" and len(tried) <= prove._MOST_TRIES
 
 
+def test_a_run_that_learns_nothing_proves_nothing():
+    parts = dict(model=lambda: {"w": jax.numpy.ones((8, 8))}, optimizer=optax.sgd(0.1),
+                 data=jt.BatchFunction(lambda step: {"x": np.ones((32, 8), np.float32)}))
+    for factor in (0.0, np.nan):
+        with pytest.raises(jt.UserError, match=r"^gradient: its norm is (0\.0|nan) on one device"):
+            jt.prove(jt.Config(), loss_fn=lambda p, b, f=factor: f * (b["x"] @ p["w"]).mean(), **parts)
+
+
 @pytest.mark.slow
 def test_a_module_that_cannot_run_on_some_meshes_is_proven_on_the_others(monkeypatch):
     def loss(params, batch):
