@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data.loading.readahead import ReadAhead
-from jaxtrain.data.loading.shuffle import index_shuffle
+from jaxtrain.data.loading.shuffle import permuted
 from jaxtrain.data.packing.document_rows import Unpacked
 from jaxtrain.errors import UserError
 
@@ -214,7 +214,7 @@ class Permutation:
             return place
         if self.count <= SMALL:
             return self.whole(epoch)[place]
-        return index_shuffle()(place, max_index=self.count - 1, seed=self.seed(epoch), rounds=4)
+        return permuted(place, self.count - 1, self.seed(epoch))
 
     def seed(self, epoch: int) -> int:
         """Return the seed of an epoch's permutation."""

@@ -1,6 +1,7 @@
 """The shuffled order of rows: a new permutation of all rows each epoch, computed at any place in O(1).
 
-Permutation and order are those of Grain's `MapDataset.source(rows).seed(seed).shuffle().repeat()`.
+Permutation and order are those of Grain's `MapDataset.source(rows).seed(seed).shuffle().repeat()`, except for 2^16 + 1,
+2^18 + 1, ... rows, of which Grain's (0.2.18) draws one twice and the last one never.
 """
 
 import importlib.util
@@ -26,6 +27,27 @@ def index_shuffle() -> Callable[..., int]:
     return sys.modules[name].index_shuffle
 
 
+ROUNDS = 4  # as in Grain
+
+
+def bound_of(last: int) -> int:
+    """Return the largest number that Grain is asked to permute, for the numbers up to `last`.
+
+    Its blocks have ceil(log2(last)) bits, rounded up to an even number of at least 16: where that is exact, one bit
+    too few for `last` itself.
+    """
+    return last + 1 if last >= 1 << 16 and last & (last - 1) == 0 and last.bit_length() % 2 else last
+
+
+def permuted(place: int, last: int, seed: int) -> int:
+    """Return the number at a place of the permutation of the numbers up to `last`."""
+    permute, bound = index_shuffle(), bound_of(last)
+    found = permute(place, bound, seed, ROUNDS)
+    while found > last:
+        found = permute(found, bound, seed, ROUNDS)
+    return found
+
+
 class Order:
     """The endless order of rows; without `shuffle` epochs are in row order, and each `era` has its own permutations."""
 
@@ -45,7 +67,12 @@ class Order:
         epochs, within = np.divmod(np.asarray(places, np.int64), self.length)
         if not self.shuffled:
             return within
-        permute, last, seed = index_shuffle(), self.length - 1, self.seed
-        return np.fromiter((permute(place, last, (seed + epoch) % 2**32, 4)  # 4 rounds, as in Grain
+        last, seed = self.length - 1, self.seed
+        if bound_of(last) != last:
+            return np.fromiter((permuted(place, last, (seed + epoch) % 2**32)
+                                for epoch, place in zip(epochs.tolist(), within.tolist(), strict=True)),
+                               np.int64, len(within))
+        permute = index_shuffle()
+        return np.fromiter((permute(place, last, (seed + epoch) % 2**32, ROUNDS)
                             for epoch, place in zip(epochs.tolist(), within.tolist(), strict=True)),
                            np.int64, len(within))

@@ -93,10 +93,10 @@ def _between(order: Order, units: Sequence[int], low: int, high: int) -> Iterato
     for first in range(begin, end if len(many) and low < high else begin, together):
         some = np.arange(first, min(first + together, end))
         each = np.tile(many, len(some))
-        which, places = places_of(order, each, np.repeat(some, len(many)))
+        places = places_of(order, each, np.repeat(some, len(many)))
         inside = (places >= low) & (places < high)
         if inside.any():
-            yield each[which[inside]], places[inside]
+            yield each[inside], places[inside]
 
 
 # ------------------------------------------------------------------------------------------------ rows in one order

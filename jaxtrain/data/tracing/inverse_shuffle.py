@@ -10,22 +10,17 @@ import math
 import numpy as np
 
 from jaxtrain.data.loading.bucketing import SMALL, Permutation
-from jaxtrain.data.loading.shuffle import Order, index_shuffle
+from jaxtrain.data.loading.shuffle import ROUNDS, Order, bound_of, permuted
 from jaxtrain.errors import UserError
 
-ROUNDS = 4  # as Order and Permutation ask for
 CHECKED = 8  # results of a call that Grain is asked to confirm
 
 
-def places_of(order: Order, rows: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which of these pairs of a row and an epoch are drawn, by number, and at which place of the endless order.
-
-    A row is drawn once an epoch, except where Grain's permutation is none: see `inverse`.
-    """
+def places_of(order: Order, rows: np.ndarray, epochs: np.ndarray) -> np.ndarray:
+    """Return at which place of the endless order each row is drawn in its epoch."""
     if not order.shuffled:
-        return np.arange(len(rows)), epochs * order.length + rows
-    which, within = inverse(rows, order.length, (order.seed + epochs) % 2**32)
-    return which, epochs[which] * order.length + within
+        return epochs * order.length + rows
+    return epochs * order.length + inverse(rows, order.length, (order.seed + epochs) % 2**32)
 
 
 def place_of(permutation: Permutation, epoch: int, number: int) -> int:
@@ -34,29 +29,19 @@ def place_of(permutation: Permutation, epoch: int, number: int) -> int:
         return number
     if permutation.count <= SMALL:
         return permutation.whole(epoch).index(number)
-    _, within = inverse(np.array([number]), permutation.count, np.array([permutation.seed(epoch)]))
-    return int(within[0])
+    return int(inverse(np.array([number]), permutation.count, np.array([permutation.seed(epoch)]))[0])
 
 
-def inverse(numbers: np.ndarray, count: int, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which of these numbers below `count` Grain's permutations draw, and at which place below `count`.
-
-    Where count - 1 is 2^16, 2^18, 2^20, ..., a block is one bit too short for the last place. There Grain draws what it
-    draws at place 0, and never draws the last number: that one is left out here, and the other one found twice.
-    """
+def inverse(numbers: np.ndarray, count: int, seeds: np.ndarray) -> np.ndarray:
+    """Return at which place below `count` each of these numbers is in the permutation of its seed."""
     last = count - 1
     if not last:
-        return np.arange(len(numbers)), np.zeros(len(numbers), np.int64)
-    half = max(8, -(-math.ceil(math.log2(last)) // 2))  # bits in each half of a block
-    short = last == 1 << 2 * half
-    which = np.flatnonzero(numbers < last) if short else np.arange(len(numbers))
-    undone = _by_table if half == 8 and _table_is_faster(count, seeds[which]) else _by_walking
-    places = undone(numbers[which].astype(np.uint64), last, seeds[which], half).astype(np.int64)
-    if short:
-        again = np.flatnonzero(places == 0)
-        which, places = np.append(which, which[again]), np.append(places, np.full(len(again), last))
-    _confirm(numbers[which], places, last, seeds[which])
-    return which, places
+        return np.zeros(len(numbers), np.int64)
+    half = max(8, -(-math.ceil(math.log2(bound_of(last))) // 2))  # bits in each half of a block
+    undone = _by_table if half == 8 and _table_is_faster(count, seeds) else _by_walking
+    places = undone(numbers.astype(np.uint64), last, seeds, half).astype(np.int64)
+    _confirm(numbers, places, last, seeds)
+    return places
 
 
 def _by_walking(values: np.ndarray, last: int, seeds: np.ndarray, half: int) -> np.ndarray:
@@ -133,7 +118,7 @@ def round_keys(seeds: np.ndarray) -> np.ndarray:
 def _confirm(numbers: np.ndarray, places: np.ndarray, last: int, seeds: np.ndarray) -> None:
     """Raise an error if Grain's permutation is another one than is inverted here; it may change in a new version."""
     some = slice(None, None, max(1, len(places) // CHECKED))
-    drawn = [index_shuffle()(place, last, seed, ROUNDS) for place, seed in
+    drawn = [permuted(place, last, seed) for place, seed in
              zip(places[some].tolist(), seeds[some].tolist(), strict=True)]
     if drawn != numbers[some].tolist():
         raise UserError("grain", "its shuffle is not the one that can be inverted", "install the version that "

@@ -27,6 +27,14 @@ def test_each_epoch_is_another_permutation():
     assert (np.sort(epochs) == np.arange(23)).all() and len({tuple(epoch) for epoch in epochs.tolist()}) == 10
 
 
+@pytest.mark.parametrize("length", [2**16, 2**16 + 1, *(pytest.param(length, marks=pytest.mark.slow) for length in (
+    2**16 + 2, 2**17 + 1, 2**18 + 1, 2**20 + 1))])
+def test_no_row_is_lost_or_repeated(length):
+    """Grain's own permutation of 2^16 + 1 or 2^18 + 1 numbers has one twice."""
+    rows = Order(length, 3).rows(np.arange(length, 2 * length))
+    assert np.bincount(rows, minlength=length).tolist() == [1] * length
+
+
 def test_few_places_or_none():
     order = Order(23, 5)
     places = np.array([7, 10**12, 3])
