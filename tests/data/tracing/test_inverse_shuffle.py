@@ -31,7 +31,7 @@ def test_tables_and_walks_agree(count):
 def test_random_places_of_large_orders(count):
     rng = np.random.default_rng(0)
     places, seeds = rng.integers(0, count, 50), rng.integers(0, 2**32, 50)
-    drawn = np.array([index_shuffle()(place, count - 1, seed, 4)
+    drawn = np.array([permuted(place, count - 1, seed)
                       for place, seed in zip(places.tolist(), seeds.tolist(), strict=True)])
     assert inverse(drawn, count, seeds).tolist() == places.tolist()
 
