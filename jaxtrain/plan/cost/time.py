@@ -181,7 +181,7 @@ def _own(op: Op, moved: int, target: Target) -> tuple[str, float]:
         return "memory", at_memory + target.launch if runs else 0.0
     dtype = np.dtype(op.inputs[0].dtype).name
     if "float8" in target.peak and len(op.inputs) > 1 and all(_is_in_8_bits(op.name, value) for value in op.inputs[:2]):
-        dtype = "float8"
+        dtype = "float4" if dtype.startswith("float4") and "float4" in target.peak else "float8"
     peak = target.products(dtype, op.rounds)
     kind = "attention" if op.name.startswith("attention") else "matmul"
     return kind, max(op.flops / (peak * _share(op, target)), at_memory) + target.launch

@@ -137,6 +137,10 @@ class _Reader(Placing):
             return self.dot(eqn, inputs, outputs[0])
         if name.startswith("ragged_dot"):
             return self.ragged(eqn, inputs, outputs)
+        if name.startswith("scaled_matmul"):  # of blocks with scales, on a device's parts of both factors
+            out = outputs[0]
+            work = 2.0 * inputs[0].shape[-1] * out.bytes / np.dtype(out.dtype).itemsize
+            return self.emit("scaled_matmul", "real", inputs, outputs, flops=work)
         if name == "ffi_call":
             called = eqn.params["target_name"]
             told = {key: int(number) for key, number in dict(eqn.params["attributes"]).items()}
