@@ -160,7 +160,7 @@ TARGETS: dict[str, Target] = {target.name: target for target in (
          "AMD Instinct MI300X data sheet (dense figures)"),
     _amd("mi355x", "AMD Instinct MI355X", 2517, 5033, 10066, 157.3, 288, 8000, 538, 4.0,
          "AMD Instinct MI355X data sheet (dense figures)"),
-    _tpu("v5e", "TPU v5( lite|e)", 197, 0, 16, 819, 400, 4, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e", rates_of="v6e"),
+    _tpu("v5e", "TPU v5( lite|e)", 197, 0, 16, 819, 400, 4, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e", rates.V5E),
     _tpu("v5p", "TPU v5p?", 459, 0, 95, 2765, 1200, 6, 8960, 50 / 8, 4.2, f"{_GOOGLE}/v5p", rates.V5P),
     _tpu("v6e", "TPU v6( lite|e)", 918, 0, 32, 1638, 800, 4, 256, 100 / 8, 2.7, f"{_GOOGLE}/v6e"),
     _tpu("tpu7x", "TPU7x", 2307 / 2, 4614 / 2, 96, 7380 / 2, 600, 6, 2 * 9216, 50 / 8, 6.0, f"{_GOOGLE}/tpu7x",

@@ -1,6 +1,6 @@
 """Compare the planner's step times with results that others have published.
 
-    python tools/benchmarks/bench_published.py
+    python -m tools.benchmarks.bench_published
 
 Every row (docs/measurements/published/, read by published_rows.py) is somebody's run, written as a jaxtrain config of
 the same shapes, batch and layout. So an error holds three things: the time model's, that of an assumption about their

@@ -17,6 +17,7 @@ def _maxtext(layers: int, embed: int, heads: int, mlp: int) -> tuple[str, dict[s
                          "model.num_kv_heads": heads, "model.head_dim": 128, "model.mlp_dim": mlp}
 
 
+SINKS = {"train.attention": "auto"}  # cuDNN's kernel has none
 DEEPSEEK_MTP = {"model.mtp_loss_weight": 0.1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2 124M": ("gpt:124m", {}),
@@ -43,8 +44,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-30B-A3B": ("qwen3_30b_a3b", {"optimizer.moment_dtype": "bfloat16"}),
     "Qwen3-235B-A22B": ("qwen3_30b_a3b", {"model.num_layers": 94, "model.embed_dim": 4096, "model.num_heads": 64,
                                           "model.expert_mlp_dim": 1536}),
-    "GPT-OSS 20B": ("gpt_oss_20b", {}),
-    "GPT-OSS 120B": ("gpt_oss_20b:120b", {}),
+    "GPT-OSS 20B": ("gpt_oss_20b", SINKS),
+    "GPT-OSS 120B": ("gpt_oss_20b:120b", SINKS),
     "DeepSeek-V3": ("deepseek_v3", DEEPSEEK_MTP),
     "DeepSeek-V3 without MTP": ("deepseek_v3", {}),
     "Kimi K2": ("deepseek_v3", {"model.vocab_size": 163840, "model.num_heads": 64, "model.dense_layers": 1,

@@ -1,7 +1,7 @@
 """What the planner predicts of published runs, as recorded, and how far that is from what they took.
 
-A prediction is recorded once for each question (`Row.question`), a line of docs/measurements/published_predictions.jsonl,
-so that reading the record traces nothing.
+A prediction is recorded once for each question (`Row.question`), as a line of
+docs/measurements/published_predictions.jsonl, so that reading the record traces nothing.
 """
 
 import json
@@ -93,8 +93,8 @@ def _parts(guesses: list[Estimate]) -> dict[str, float]:
     """Return the predicted seconds by what has one rate."""
     kinds = "matmul", "attention", "memory"
     parts = {kind: _mean(guess.time.parts[kind] for guess in guesses) for kind in kinds}
-    return parts | {"communication": _mean(sum(seconds for part, seconds in guess.time.parts.items() if part not in kinds)
-                                           for guess in guesses)}
+    rest = [sum(seconds for part, seconds in guess.time.parts.items() if part not in kinds) for guess in guesses]
+    return parts | {"communication": _mean(rest)}
 
 
 def _flops(guess: Estimate) -> float:

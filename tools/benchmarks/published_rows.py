@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "measurements" / "published"
 MACHINES = FOLDER / "machines.json"
 UNITS = ("tokens", "TFLOP/s", "MFU", "seconds")
-ASKED = ("model", "target", "devices", "seq_len", "global_batch", "micro_batch", "mesh", "precision", "remat", "schedule",
-         "chunks", "more")
+ASKED = ("model", "target", "devices", "seq_len", "global_batch", "micro_batch", "mesh", "precision", "remat",
+         "schedule", "chunks", "more")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Row:
     schedule: str = ""  # of pipeline stages
     chunks: int = 0  # of layers on each stage
     fitted: bool = False  # whether the constants of jaxtrain/plan/cost/rates.py were fitted to it
+    like_fitted: bool = False  # whether they were fitted to another row that asks the same
     assumed: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)  # other keys of the config
     source: str = ""
@@ -65,14 +66,14 @@ class Row:
     @property
     def half(self) -> str:
         """Where the row belongs: "fitted", or by its question's hash "open", for fits to come, or "held out"."""
-        if self.fitted:
+        if self.fitted or self.like_fitted:
             return "fitted"
         return "held out" if int(self.question, 16) % 2 else "open"
 
     @property
     def chip(self) -> str:
         """The name of its target in jaxtrain/plan/targets.py."""
-        return json.loads(MACHINES.read_text())[self.target]["like"] if self.target not in targets.TARGETS else self.target
+        return chips().get(self.target, self.target)
 
     @property
     def machine(self) -> targets.Target:
@@ -84,8 +85,8 @@ class Row:
         """The tokens of a step for each device."""
         return self.global_batch * self.seq_len / self.devices
 
-    def overrides(self, remat: str) -> dict[str, Any]:
-        """Return the keys that make its model's config this run."""
+    def keys(self, remat: str) -> dict[str, Any]:
+        """Return the keys of its config, besides those of the model's file."""
         sizes = {axis: self.mesh.get(axis, 1) for axis in AXES}
         groups = self.devices // (sizes["stage"] * sizes["context"] * sizes["tensor"])  # that have rows of their own
         passes = self.global_batch // (groups * self.micro_batch) if self.micro_batch else 1
@@ -99,14 +100,13 @@ class Row:
             keys["train.accumulation"] = passes
         if self.machine.platform == "cuda":
             keys |= {"train.attention": "cudnn", "data.cross_document_attention": True}
-        return keys | dict(self.more)
+        return keys | MODELS[self.model][1] | dict(self.more)
 
     def predict(self) -> list[Estimate]:
         """Return the estimate of this row; two where it lies halfway between two policies."""
-        file, changes = MODELS[self.model]
-        file, _, variant = file.partition(":")
+        file, _, variant = MODELS[self.model][0].partition(":")
         path = f"{ROOT / 'configs' / file}.py{variant and f':{variant}'}"
-        return [estimate(load_config(path, changes | self.overrides(remat)), self.machine, self.devices)
+        return [estimate(load_config(path, self.keys(remat)), self.machine, self.devices)
                 for remat in self.remat.split("/")]
 
     def seconds(self, flops: float) -> float:
@@ -120,6 +120,12 @@ class Row:
 
 
 @cache
+def chips() -> dict[str, str]:
+    """Return the chip of each machine of machines.json."""
+    return {name: keys["like"] for name, keys in json.loads(MACHINES.read_text()).items()}
+
+
+@cache
 def machines() -> dict[str, targets.Target]:
     """Return all targets by name, those of machines.json among them."""
     return {**targets.TARGETS, **targets.read(MACHINES)}
@@ -129,7 +135,7 @@ def rows() -> list[Row]:
     """Return all rows, source by source."""
     found = [row for path in sorted(FOLDER.glob("*.jsonl")) for row in of_source(path)]
     fitted = {row.question for row in found if row.fitted}
-    return [dataclasses.replace(row, fitted=row.question in fitted) for row in found]
+    return [dataclasses.replace(row, like_fitted=row.question in fitted) for row in found]
 
 
 def header(path: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 
+from jaxtrain.base.narrow_formats import BLOCKS
 from tools.benchmarks import published_rows
 from tools.benchmarks.published_predictions import Answer, summary
 from tools.benchmarks.published_rows import ROOT
@@ -13,8 +14,9 @@ GROUPS: dict[str, Callable[[Answer], str]] = {
     "half": lambda one: one.row.half, "source": lambda one: one.row.source.partition(",")[0],
     "target": lambda one: one.row.chip, "release": lambda one: f"{one.row.system} {one.row.release}".strip(),
     "precision": lambda one: one.row.precision,
-    "model": lambda one: "with experts" if one.line.get("experts") else "dense",
-    "layout": lambda one: layout(one)}
+    "layout": lambda one: layout(one), "sequence": lambda one: length(one.row.seq_len),
+    "program": lambda one: program(one)}
+LONG = 4096  # tokens of a row, beyond which attention's kernel decides
 
 
 def layout(one: Answer) -> str:
@@ -22,6 +24,21 @@ def layout(one: Answer) -> str:
     mesh = one.row.mesh
     found = [axis for axis in ("stage", "expert", "tensor", "context") if mesh.get(axis, 1) > 1]
     return " + ".join(found) or "data, fsdp"
+
+
+def length(tokens: int) -> str:
+    """Return the class of a row's length."""
+    return "up to 4,096" if tokens <= 4096 else "8,192" if tokens <= 8192 else "more"
+
+
+def program(one: Answer) -> str:
+    """Return in what the program of a row is known to differ from jaxtrain's, by what the row says of itself."""
+    row = one.row
+    if row.mesh.get("stage", 1) > 1:
+        return "other pipeline"
+    if one.line.get("experts") and row.precision in BLOCKS:
+        return "other experts"
+    return "other attention" if row.system == "llm-foundry" and row.seq_len > LONG else "alike"
 
 
 def by(kind: str, found: list[Answer]) -> str:

@@ -177,6 +177,23 @@ def test_without_fp8_units_it_is_no_faster(name):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
+def test_products_of_blocks_are_counted_and_have_the_rate_of_their_bits(precision):
+    """Blackwell's units multiply blocks with scales (sharding/block_units.py); NVFP4 adds a transform of its factors."""
+    keys = {"mesh.data": 1, "model.embed_dim": 256, "model.max_seq_len": 256, "data.seq_len": 256}
+    plain, blocks = (estimate(load_config(CONFIGS / "gpt.py:tiny", keys | {"train.precision": kind}),
+                              targets.TARGETS["gb200"], 1) for kind in ("bfloat16", precision))
+    assert plain.time.flops <= blocks.time.flops < 1.05 * plain.time.flops
+    shape = (8192, 8192)
+    factor = Value(shape, jnp.dtype({"mxfp8": "float8_e4m3fn", "nvfp4": "float4_e2m1fn"}[precision]), ((), ()), 8192**2)
+    op = Op("scaled_matmul", "real", [factor, factor], [Value(shape, jnp.dtype("bfloat16"), ((), ()), 2 * 8192**2)],
+            flops=2.0 * 8192**3)
+    block = Block(op.inputs, [op], op.outputs)
+    rate = targets.TARGETS["gb200"].peak[{"mxfp8": "float8", "nvfp4": "float4"}[precision]]
+    took = time.estimate(block, targets.TARGETS["gb200"], {"data": 1}).parts["matmul"]
+    assert op.flops / rate / 0.65 < took < op.flops / rate / 0.62
+
+
 def test_gradients_that_are_reduced_more_often_take_longer():
     """A reduction for each micro-batch costs more than one: those that do not wait for each other travel together."""
     took = [sum(seconds for part, seconds in estimate(load_config(CONFIGS / "gpt.py:tiny", {
