@@ -92,9 +92,9 @@ class Estimate:
 
     @property
     def rates_said(self) -> str:
-        """Which rates a prediction for its target has, if no run on it was timed; "" if one was."""
+        """Which rates a prediction for its target has, if none was fitted to runs on it; "" if some were."""
         target = self.target
-        return f"no run on {target.name} was timed: rates are those of {target.rates_of}" if target.rates_of else ""
+        return f"rates of {target.rates_of}: none was fitted to runs on {target.name}" if target.rates_of else ""
 
     @property
     def tokens_per_second(self) -> float:

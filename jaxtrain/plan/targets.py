@@ -33,6 +33,8 @@ class Link:
     devices: int  # number of devices that it joins
     bandwidth: float  # of one device into it
     latency: float  # seconds of one step of a collective
+    dimensions: int = 1  # of a torus, all of which a collective of a whole slice uses at once
+    closed: float = math.inf  # devices of the least slice whose dimensions are rings; ends of a smaller one are free
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Target:
     host_memory: float = math.inf  # the host's, for each of its devices
     launch: float = 0.0  # seconds between two kernels
     neighbours: float = 1.0  # of the rate of products, where other devices of the machine compute as well
-    rates_of: str = ""  # the targets whose rates these are, where no run on this one was timed
+    rates_of: str = ""  # the target whose rates these are, where none was fitted to runs on this one
 
     @property
     def described(self) -> str:
@@ -121,14 +123,18 @@ def _amd(name: str, kind: str, bf16: float, fp8: float, fp4: float, float32: flo
 
 
 def _tpu(name: str, kind: str, bf16: float, fp8: float, memory: float, bandwidth: float, ici: float, ports: int,
-         pod: int, network: float, price: float, source: str,
+         pod: int, closed: int, network: float, price: float, source: str,
          efficiency: Mapping[str, float] = _NO_RATES, fp4: float = 0, rates_of: str = "") -> Target:
-    """Return a TPU target; `ici` is both directions of all ports together, as in the documentation."""
+    """Return a TPU target; `ici` is both directions of all ports together, as in the documentation.
+
+    `closed`: the devices of the least slice that is a torus: a cube of 64 chips, or all of a pod of two dimensions.
+    """
     peak = {"bfloat16": bf16 * T, "float32": bf16 * T / 6}  # in six passes
     peak |= {dtype: rate * T for dtype, rate in (("float8", fp8), ("float4", fp4)) if rate}
     # A ring over one axis of the torus uses two ports, each in both directions. The factor of `rings` was found with
     # libtpu 0.0.50.1 for v5e, v5p and v6e, rings of 8 (v6e: 4 to 16), whatever the other dimensions.
-    links = (Link("ICI", pod, ici * GB / ports, 1e-6), Link("network", 1 << 30, network * GB, 50e-6))
+    links = (Link("ICI", pod, ici * GB / ports, 1e-6, ports // 2, closed),
+             Link("network", 1 << 30, network * GB, 50e-6))
     return Target(name, "tpu", kind, peak, memory * GiB, 0.97, bandwidth * GB, links, price, source,
                   {**rates.TPU, **efficiency}, rings=2.15 * bf16 * T / links[0].bandwidth, rates_of=rates_of)
 
@@ -160,14 +166,14 @@ TARGETS: dict[str, Target] = {target.name: target for target in (
          "AMD Instinct MI300X data sheet (dense figures)"),
     _amd("mi355x", "AMD Instinct MI355X", 2517, 5033, 10066, 157.3, 288, 8000, 538, 4.0,
          "AMD Instinct MI355X data sheet (dense figures)"),
-    _tpu("v5e", "TPU v5( lite|e)", 197, 0, 16, 819, 400, 4, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e", rates.V5E),
-    _tpu("v5p", "TPU v5p?", 459, 0, 95, 2765, 1200, 6, 8960, 50 / 8, 4.2, f"{_GOOGLE}/v5p", rates.V5P),
-    _tpu("v6e", "TPU v6( lite|e)", 918, 0, 32, 1638, 800, 4, 256, 100 / 8, 2.7, f"{_GOOGLE}/v6e"),
-    _tpu("tpu7x", "TPU7x", 2307 / 2, 4614 / 2, 96, 7380 / 2, 600, 6, 2 * 9216, 50 / 8, 6.0, f"{_GOOGLE}/tpu7x",
-         rates_of="v6e"),
+    _tpu("v5e", "TPU v5( lite|e)", 197, 0, 16, 819, 400, 4, 256, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e", rates.V5E),
+    _tpu("v5p", "TPU v5p?", 459, 0, 95, 2765, 1200, 6, 8960, 64, 50 / 8, 4.2, f"{_GOOGLE}/v5p", rates.V5P),
+    _tpu("v6e", "TPU v6( lite|e)", 918, 0, 32, 1638, 800, 4, 256, 256, 100 / 8, 2.7, f"{_GOOGLE}/v6e"),
+    _tpu("tpu7x", "TPU7x", 2307 / 2, 4614 / 2, 96, 7380 / 2, 600, 6, 2 * 9216, 128, 50 / 8, 6.0, f"{_GOOGLE}/tpu7x",
+         rates.TPU7X),
     # Published are FP4 (12.6 PFLOP/s), memory and links; of bfloat16 and FP8 a quarter and a half of FP4 are assumed,
     # and 400 Gb/s of network, four times Ironwood's.
-    _tpu("tpu8t", "TPU8t", 12600 / 4, 12600 / 2, 216e9 / GiB, 6528, 2400, 6, 9600, 400 / 8, 9.0,
+    _tpu("tpu8t", "TPU8t", 12600 / 4, 12600 / 2, 216e9 / GiB, 6528, 2400, 6, 9600, 64, 400 / 8, 9.0,
          "Google's announcement of TPU 8t, April 2026 (bfloat16 and FP8: assumed)", fp4=12600, rates_of="v6e"),
 )}
 # One virtual device on one core: roughly what a matmul in float32 and a copy in memory reached.

@@ -89,6 +89,26 @@ def test_the_page_is_made_from_the_record():
         assert f"<!-- rendered: published {kind} -->" in page
 
 
+def test_the_planner_s_page_says_what_the_tables_say():
+    text = " ".join((published_rows.ROOT / "docs/planner.md").read_text().split())
+    found = [one for one in predictions.answers() if not one.refused and one.row.half == "held out"]
+    for program in ("", "alike", "other pipeline", "other experts", "other attention"):
+        mine = predictions.summary([one for one in found if program in ("", published_tables.program(one))])
+        assert f"{mine['rows']:.0f}" in text and f"{100 * mine['median']:.1f} %" in text, program
+    every, alike = (predictions.summary(mine) for mine in (
+        found, [one for one in found if published_tables.program(one) == "alike"]))
+    assert f"the median error is {100 * alike['median']:.1f} %, and {100 * alike['near']:.0f} % are within 20 %" in text
+    assert f"the median is {100 * every['median']:.1f} %, and {100 * every['near']:.0f} % are within 20 %" in text
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"mesh": {"stage": 8}}, "other pipeline"), ({"precision": "mxfp8"}, "other experts"), ({}, "alike"),
+    ({"system": "llm-foundry", "seq_len": 8192}, "other attention"), ({"system": "llm-foundry"}, "alike")])
+def test_programs_are_told_apart_by_the_row_alone(change, said):
+    line = {"experts": 8 if said == "other experts" else 0}
+    assert published_tables.program(predictions.Answer(dataclasses.replace(ROW, **change), line)) == said
+
+
 @pytest.mark.parametrize("name", [
     "MaxText (JAX-Toolbox) Llama-2 7B, 8 h100", "llm-foundry MPT 7B, 8 h100, rows of 2048",
     pytest.param("MaxText Llama-3.1 8B, 8 v6e", marks=pytest.mark.slow),

@@ -179,7 +179,7 @@ def test_without_fp8_units_it_is_no_faster(name):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
 def test_products_of_blocks_are_counted_and_have_the_rate_of_their_bits(precision):
-    """Blackwell's units multiply blocks with scales (sharding/block_units.py); NVFP4 adds a transform of its factors."""
+    """Units of Blackwell multiply blocks with scales (sharding/block_units.py); NVFP4 also transforms its factors."""
     keys = {"mesh.data": 1, "model.embed_dim": 256, "model.max_seq_len": 256, "data.seq_len": 256}
     plain, blocks = (estimate(load_config(CONFIGS / "gpt.py:tiny", keys | {"train.precision": kind}),
                               targets.TARGETS["gb200"], 1) for kind in ("bfloat16", precision))
