@@ -92,7 +92,7 @@ class Estimate:
 
     @property
     def rates_said(self) -> str:
-        """Which rates a prediction for its target has, if none was fitted to runs on it; "" if some were."""
+        """The target whose rates a prediction has, as text, if none was fitted to runs on its own; "" if some were."""
         target = self.target
         return f"rates of {target.rates_of}: none was fitted to runs on {target.name}" if target.rates_of else ""
 

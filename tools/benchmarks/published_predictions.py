@@ -1,4 +1,4 @@
-"""What the planner predicts of published runs, as recorded, and how far that is from what they took.
+"""The recorded predictions of published runs, and how far they are from what these took.
 
 A prediction is recorded once for each question (`Row.question`), as a line of
 docs/measurements/published_predictions.jsonl, so that reading the record traces nothing.
@@ -29,7 +29,7 @@ class Answer:
 
     @property
     def refused(self) -> str:
-        """Why nothing is predicted of it; "" if something is."""
+        """The reason why nothing is predicted of it; "" if something is."""
         return self.line.get("refused", "")
 
     @property
@@ -44,7 +44,7 @@ class Answer:
 
     @property
     def error(self) -> float:
-        """How much too fast the prediction is: 0.1 for a tenth."""
+        """The share by which the prediction is too fast: 0.1 for a tenth."""
         return self.predicted / self.published - 1
 
     @property

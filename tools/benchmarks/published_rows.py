@@ -59,13 +59,13 @@ class Row:
 
     @property
     def question(self) -> str:
-        """What the planner is asked, as a short hash; rows of several releases may ask the same."""
+        """A short hash of what the planner is asked; rows of several releases may ask the same."""
         asked = {key: getattr(self, key) for key in ASKED}
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def half(self) -> str:
-        """Where the row belongs: "fitted", or by its question's hash "open", for fits to come, or "held out"."""
+        """The half it belongs to: "fitted", or by its question's hash "open", for fits to come, or "held out"."""
         if self.fitted or self.like_fitted:
             return "fitted"
         return "held out" if int(self.question, 16) % 2 else "open"
