@@ -4,8 +4,9 @@ import types
 
 import pytest
 
+from jaxtrain.errors import UserError
 from jaxtrain.plan import targets
-from jaxtrain.plan.compiler import _capability, _torus, memory_of
+from jaxtrain.plan.compiler import _capability, _torus, devices_of, memory_of
 
 
 @pytest.mark.parametrize(("described", "can"), [("cuda:9", [True, True, False]), ("cuda:8", [True, False, False])])
@@ -32,3 +33,8 @@ def test_what_layers_keep_on_hosts_is_not_memory_of_the_device(on_hosts, peak):
 @pytest.mark.parametrize(("target", "sides"), [("v5px8", "2x2x2"), ("v6ex8", "2x4"), ("tpu7xx8", "1x2x2")])
 def test_a_slice_has_chips_and_a_chip_may_have_two_devices(target, sides):
     assert _torus(*targets.parse(target)) == sides
+
+
+def test_a_target_whose_compiler_needs_the_device_is_refused():
+    with pytest.raises(UserError, match="no compiler for mi300x"):
+        devices_of(*targets.parse("mi300xx8"))

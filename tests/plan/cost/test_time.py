@@ -70,6 +70,20 @@ def test_what_an_exchange_sends_to_other_machines_passes_its_own_card(kind, axes
     assert links.seconds(Collective(kind, axes, 800_000_000), ROUND, SIZES) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(("name", "sizes", "axes", "dimensions"), [
+    ("v5p", {"fsdp": 64}, ("fsdp",), 3), ("v5p", {"fsdp": 32}, ("fsdp",), 1),  # no cube: the ends are free
+    ("v5p", {"fsdp": 16, "tensor": 4}, ("fsdp",), 2), ("v5p", {"fsdp": 16, "tensor": 4}, ("tensor",), 1),
+    ("v6e", {"fsdp": 256}, ("fsdp",), 2), ("v6e", {"fsdp": 128}, ("fsdp",), 1),
+    ("tpu7x", {"fsdp": 128}, ("fsdp",), 3), ("tpu7x", {"fsdp": 64}, ("fsdp",), 1)])
+def test_a_group_of_tpus_uses_the_dimensions_of_the_torus_that_it_fills(name, sizes, axes, dimensions):
+    """Twice as many devices along one ring would take as long; along two or three rings at once, less."""
+    target, size = targets.TARGETS[name], 10**12
+    n = math.prod(sizes[axis] for axis in axes)
+    one = size * (n - 1) / n / (target.links[0].bandwidth * target.efficiency["links"])
+    found = links.seconds(Collective("all-gather", axes, size), target, sizes)
+    assert found == pytest.approx(one / dimensions, rel=1e-3)
+
+
 def test_buffers_are_not_sent():
     half = Collective("ragged-all-to-all", ("fsdp",), 1_600_000_000, buffer=2.0)
     assert links.seconds(half, ROUND, SIZES) == pytest.approx(700e6 / 100e9 + 7e-6)
