@@ -1,11 +1,12 @@
 """The comparison with published results: its rows, what is recorded of them, its page, and the program it predicts."""
 
 import dataclasses
+import json
 
 import pytest
 
+from tools.benchmarks import bench_published, published_rows, published_tables
 from tools.benchmarks import published_predictions as predictions
-from tools.benchmarks import published_rows, published_tables
 from tools.benchmarks.published_rows import Row
 
 ROW = Row("a run", "a system", "Llama-3.1 8B", "h100", 8, 4096, 16, {"fsdp": 8}, 9_000, "tokens", source="a table",
@@ -87,6 +88,27 @@ def test_the_page_is_made_from_the_record():
         "run python -m tools.benchmarks.bench_published --update")
     for kind in (*published_tables.GROUPS, "rows", "refused", "sources"):
         assert f"<!-- rendered: published {kind} -->" in page
+
+
+def test_the_command_of_the_page_prints_its_tables(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_published", "--rows=v6e", "--parts"])
+    assert bench_published.main() == 0
+    said = capsys.readouterr().out
+    assert "| held out |" in said and "| v6e |" in said and "| v5p |" not in said
+    assert "MaxText Llama-3.1 8B, 8 v6e (fitted): 7,139 published," in said
+    assert "python -m tools.benchmarks.bench_published\n" in published_tables.PAGE.read_text()
+
+
+def test_what_is_recorded_is_not_asked_again(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(predictions, "RECORD", tmp_path / "record.jsonl")
+    monkeypatch.setattr(published_tables, "PAGE", tmp_path / "none.md")
+    monkeypatch.setattr(predictions, "predict", lambda row: asked.append(row.name) or {
+        "question": row.question, "refused": "no"})
+    for again, count in ((False, 1), (False, 1), (True, 2)):
+        bench_published.update("MaxText Llama-3.1 8B, 8 v6e", again)
+        assert len(asked) == count
+    assert list(predictions.recorded()) == [json.loads((tmp_path / "record.jsonl").read_text())["question"]]
 
 
 def test_the_planner_s_page_says_what_the_tables_say():
