@@ -53,6 +53,8 @@ class Row:
     like_fitted: bool = False  # whether they were fitted to another row that asks the same
     assumed: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)  # other keys of the config
+    # Shares of the peak that their kernels reach, where these are not those of the rates: fitted to open rows.
+    reached: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
     address: str = ""
     where: str = ""  # in the source
@@ -60,7 +62,10 @@ class Row:
     @property
     def question(self) -> str:
         """A short hash of what the planner is asked; rows of several releases may ask the same."""
-        asked = {key: getattr(self, key) for key in ASKED}
+        return self._hashed(ASKED + (("reached",) if self.reached else ()))
+
+    def _hashed(self, keys: tuple[str, ...]) -> str:
+        asked = {key: getattr(self, key) for key in keys}
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
@@ -68,7 +73,7 @@ class Row:
         """The half it belongs to: "fitted", or by its question's hash "open", for fits to come, or "held out"."""
         if self.fitted or self.like_fitted:
             return "fitted"
-        return "held out" if int(self.question, 16) % 2 else "open"
+        return "held out" if int(self._hashed(ASKED), 16) % 2 else "open"  # whatever was fitted since
 
     @property
     def chip(self) -> str:
@@ -78,7 +83,8 @@ class Row:
     @property
     def machine(self) -> targets.Target:
         """Its target, named as the chip is."""
-        return dataclasses.replace(machines()[self.target], name=self.chip)
+        machine = machines()[self.target]
+        return dataclasses.replace(machine, name=self.chip, efficiency={**machine.efficiency, **self.reached})
 
     @property
     def tokens(self) -> float:

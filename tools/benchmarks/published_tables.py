@@ -36,9 +36,9 @@ def program(one: Answer) -> str:
     row = one.row
     if row.mesh.get("stage", 1) > 1:
         return "other pipeline"
-    if one.line.get("experts") and row.precision in BLOCKS:
-        return "other experts"
-    return "other attention" if row.system == "llm-foundry" and row.seq_len > LONG else "alike"
+    if one.line.get("experts"):
+        return "other experts" if row.precision in BLOCKS else "alike, experts"
+    return "other attention" if row.system == "llm-foundry" and row.seq_len > LONG else "alike, dense"
 
 
 def by(kind: str, found: list[Answer]) -> str:

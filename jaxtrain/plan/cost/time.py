@@ -191,6 +191,8 @@ def _share(op: Op, target: Target) -> float:
     """Return the share of the peak that the products of an operation reach."""
     if op.name.startswith("attention"):
         own, masked = op.name.split("_")[1] in PACKED, len(op.inputs) > (6 if "backward" in op.name else 3)
+        if not own and "flat_attention" in target.efficiency:  # of a kernel whose rate depends on no shape
+            return target.efficiency["flat_attention"]
         kernel = op.name.split("_")[1] if own else "masked" if masked else "cudnn"
         share = rates.of(target.efficiency, kernel if own else "attention", target.platform)
         if target.platform != "cuda":

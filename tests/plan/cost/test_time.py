@@ -190,8 +190,7 @@ def test_without_fp8_units_it_is_no_faster(name):
     assert narrow == pytest.approx(wide, rel=0.02)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("precision", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_products_of_blocks_are_counted_and_have_the_rate_of_their_bits(precision):
     """Units of Blackwell multiply blocks with scales (sharding/block_units.py); NVFP4 also transforms its factors."""
     keys = {"mesh.data": 1, "model.embed_dim": 256, "model.max_seq_len": 256, "data.seq_len": 256}
@@ -208,6 +207,17 @@ def test_products_of_blocks_are_counted_and_have_the_rate_of_their_bits(precisio
     assert op.flops / rate / 0.65 < took < op.flops / rate / 0.62
 
 
+@pytest.mark.parametrize("length", [1024, 8192])
+def test_attention_of_another_kernel_may_have_one_rate_for_all_shapes(length):
+    q = Value((1, length, 8, 128), BFLOAT16, ((),) * 4, 2 * length * 8 * 128)
+    op = Op("attention_forward", "real", [q, q, q], [q], flops=1e15, attends=(128, length))
+    target = targets.TARGETS["h100"]
+    flat = dataclasses.replace(target, efficiency={**target.efficiency, "flat_attention": 0.2})
+    took = [time.estimate(Block([q], [op], [q]), one, {"data": 1}).parts["attention"] for one in (target, flat)]
+    assert took[1] == pytest.approx(1e15 / (0.2 * target.peak["bfloat16"]), rel=1e-3) != took[0]
+
+
+@pytest.mark.exhaustive
 def test_gradients_that_are_reduced_more_often_take_longer():
     """A reduction for each micro-batch costs more than one: those that do not wait for each other travel together."""
     took = [sum(seconds for part, seconds in estimate(load_config(CONFIGS / "gpt.py:tiny", {
