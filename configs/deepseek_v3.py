@@ -4,7 +4,7 @@
 
 For 2,048 accelerators of 80 GB: experts on groups of 4 devices and split in two, all inside a machine, and all weights
 sharded over 256 such groups. By simulation for H100 with InfiniBand (docs/performance.md) it takes 57 s a step and 53
-GB, 15 % MFU (8 to 26); with each of a layer's experts on a device of its own, tokens cross the network: that is slower.
+GB, 15 % MFU (9 to 25); with each of a layer's experts on a device of its own, tokens cross the network: that is slower.
 Expert load is evened out by the router's bias; what buffers have no room for takes another pass, and no token is
 dropped. With --config.model.mtp_loss_weight=0.3 one more layer learns the token after the next. Speed and loss: not
 measured. Text given as it is becomes bytes; `jaxtrain.data.prepare` makes a corpus with the published tokenizer.json.

@@ -137,6 +137,8 @@ def devices_of(target: Target, count: int) -> list[jax.Device]:
             raise UserError("--verify", f"there are {jax.device_count()} CPU devices, but {count} are needed",
                             f"set XLA_FLAGS=--xla_force_host_platform_device_count={count}")
         return jax.devices()[:count]
+    if target.platform == "rocm":
+        raise UserError("--verify", f"no compiler for {target.name} works without the GPU", "leave --verify out")
     try:
         if target.platform == "tpu":
             # Do not search for a machine with TPUs, nor for another process that uses them.

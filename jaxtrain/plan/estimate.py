@@ -22,7 +22,7 @@ from jaxtrain.plan.cost.interval import interval
 from jaxtrain.plan.cost.memory_parts import named
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import kernels, reader
-from jaxtrain.plan.trace.program import Block, Collective
+from jaxtrain.plan.trace.program import GPUS, Block, Collective
 from jaxtrain.run import Run, across_context, shapes_of
 from jaxtrain.sharding import axis_rules
 from jaxtrain.sharding.mesh import axis_sizes
@@ -91,6 +91,12 @@ class Estimate:
         return f"{least:.3g} to {most:.3g} s{mfu if self.mfu_said else ''}"
 
     @property
+    def rates_said(self) -> str:
+        """The target whose rates a prediction has, as text, if none was fitted to runs on its own; "" if some were."""
+        target = self.target
+        return f"rates of {target.rates_of}: none was fitted to runs on {target.name}" if target.rates_of else ""
+
+    @property
     def tokens_per_second(self) -> float:
         """The throughput of all devices together."""
         return self.config.data.global_batch_size * self.config.data.seq_len / self.seconds
@@ -138,7 +144,7 @@ def estimate(config: Config, target: Target, devices: int, documents: int = 1) -
     state = len(jax.tree.leaves(run.abstract))
     in_loop = layers_at_once(config.model, config.train, target.platform, config.mesh.stage > 1) == 1
     # Hybrids compute each layer's gradients before XLA may go on (models/gradient_order.py).
-    free = target.platform == "cuda" and not getattr(config.model, "layer_pattern", ())
+    free = target.platform in GPUS and not getattr(config.model, "layer_pattern", ())
     worst = memory.peak(block, state, free, free and in_loop)
     elsewhere = in_hosts(run.abstract) if target.platform != "cpu" else 0  # on CPU it is the same memory
     parts = Counter({
@@ -166,7 +172,7 @@ def estimate(config: Config, target: Target, devices: int, documents: int = 1) -
     rows = config.data.global_batch_size / devices
     useful, computed = useful_flops.of_row(run) * rows, useful_flops.of_row(run, documents) * rows
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
-    if target.platform == "cuda" and in_loop:
+    if target.platform in GPUS and in_loop:
         took.spend(STACKED * _stacked(block) / (target.bandwidth * target.efficiency["memory"]), "memory")
     for collective in _by_optimizer(run, target.platform):
         axes = tuple(axis for axis in sizes if axis in collective.axes)

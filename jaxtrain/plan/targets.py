@@ -33,6 +33,8 @@ class Link:
     devices: int  # number of devices that it joins
     bandwidth: float  # of one device into it
     latency: float  # seconds of one step of a collective
+    dimensions: int = 1  # of a torus, all of which a collective of a whole slice uses at once
+    closed: float = math.inf  # devices of the least slice whose dimensions are rings; ends of a smaller one are free
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Target:
     """One kind of accelerator, and how many of them are connected by which links."""
 
     name: str
-    platform: str  # "cuda", "tpu" or "cpu", as in the compiler
+    platform: str  # "cuda", "rocm", "tpu" or "cpu", as in the compiler
     device_kind: str  # a pattern for `jax.devices()[0].device_kind`
     peak: Mapping[str, float]  # dtype -> dense FLOP/s
     memory: float  # of the device
@@ -57,6 +59,7 @@ class Target:
     host_memory: float = math.inf  # the host's, for each of its devices
     launch: float = 0.0  # seconds between two kernels
     neighbours: float = 1.0  # of the rate of products, where other devices of the machine compute as well
+    rates_of: str = ""  # the target whose rates these are, where none was fitted to runs on this one
 
     @property
     def described(self) -> str:
@@ -93,30 +96,47 @@ _NO_RATES: Mapping[str, float] = {}
 
 def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: float, nvlink: float, node: int,
          network: float, price: float, chip: JsonObject, source: str,
-         efficiency: Mapping[str, float] = _NO_RATES) -> Target:
+         efficiency: Mapping[str, float] = _NO_RATES, fp4: float = 0, rates_of: str = "") -> Target:
     float32 = 2 * chip["cores"] * chip["fpus"] * chip["clock"] * 1e9  # without tensor cores, which would round
     peak = {"bfloat16": bf16 * T, "float16": bf16 * T, "tensorfloat32": bf16 * T / 2, "float32": float32}
-    if fp8:
-        peak["float8"] = fp8 * T
+    peak |= {dtype: rate * T for dtype, rate in (("float8", fp8), ("float4", fp4)) if rate}
     links = (Link("NVLink", node, nvlink * GB, 4e-6), Link("network", 1 << 30, network * GB, 15e-6))
     # JAX takes three quarters by default; jaxtrain.main asks for 0.92, since CUDA and NCCL need some.
-    host = PCIE[chip["major"]] if name != "gb200" else 225 * GB  # half of NVLink-C2C's 450 in each direction
+    host = PCIE[chip["major"]] if not name.startswith("gb") else 225 * GB  # half of NVLink-C2C's 450 in each direction
     return Target(name, "cuda", kind, peak, memory, 0.92, bandwidth * GB, links, price, source,
-                  {**rates.GPU, **efficiency}, chip, host=host, launch=rates.LAUNCH, neighbours=rates.NEIGHBOURS)
+                  {**rates.GPU, **efficiency}, chip, host=host, launch=rates.LAUNCH, neighbours=rates.NEIGHBOURS,
+                  rates_of=rates_of)
+
+
+def _amd(name: str, kind: str, bf16: float, fp8: float, fp4: float, float32: float, memory: float, bandwidth: float,
+         links: float, price: float, source: str) -> Target:
+    """Return an AMD target; `links` is one direction of the seven links to the other GPUs of a machine together.
+
+    jaxtrain has no kernels of its own for these, so attention is XLA's, with all scores in memory.
+    """
+    peak = {"bfloat16": bf16 * T, "float16": bf16 * T, "float32": float32 * T, "float8": fp8 * T}
+    if fp4:
+        peak["float4"] = fp4 * T
+    joined = Link("Infinity Fabric", 8, links * GB, 4e-6), Link("network", 1 << 30, 50 * GB, 15e-6)
+    return Target(name, "rocm", kind, peak, memory * GB, 0.92, bandwidth * GB, joined, price, source, rates.GPU,
+                  host=55 * GB, launch=rates.LAUNCH, neighbours=rates.NEIGHBOURS, rates_of="h100")
 
 
 def _tpu(name: str, kind: str, bf16: float, fp8: float, memory: float, bandwidth: float, ici: float, ports: int,
-         pod: int, network: float, price: float, source: str,
-         efficiency: Mapping[str, float] = _NO_RATES) -> Target:
-    """Return a TPU target; `ici` is both directions of all ports together, as in the documentation."""
+         pod: int, closed: int, network: float, price: float, source: str,
+         efficiency: Mapping[str, float] = _NO_RATES, fp4: float = 0, rates_of: str = "") -> Target:
+    """Return a TPU target; `ici` is both directions of all ports together, as in the documentation.
+
+    `closed`: the devices of the least slice that is a torus: a cube of 64 chips, or all of a pod of two dimensions.
+    """
     peak = {"bfloat16": bf16 * T, "float32": bf16 * T / 6}  # in six passes
-    if fp8:
-        peak["float8"] = fp8 * T
+    peak |= {dtype: rate * T for dtype, rate in (("float8", fp8), ("float4", fp4)) if rate}
     # A ring over one axis of the torus uses two ports, each in both directions. The factor of `rings` was found with
     # libtpu 0.0.50.1 for v5e, v5p and v6e, rings of 8 (v6e: 4 to 16), whatever the other dimensions.
-    links = (Link("ICI", pod, ici * GB / ports, 1e-6), Link("network", 1 << 30, network * GB, 50e-6))
+    links = (Link("ICI", pod, ici * GB / ports, 1e-6, ports // 2, closed),
+             Link("network", 1 << 30, network * GB, 50e-6))
     return Target(name, "tpu", kind, peak, memory * GiB, 0.97, bandwidth * GB, links, price, source,
-                  {**rates.TPU, **efficiency}, rings=2.15 * bf16 * T / links[0].bandwidth)
+                  {**rates.TPU, **efficiency}, rings=2.15 * bf16 * T / links[0].bandwidth, rates_of=rates_of)
 
 
 _NVIDIA = "NVIDIA data sheets (dense figures); memory, cores and clocks as XLA's target specifications have them"
@@ -132,13 +152,29 @@ TARGETS: dict[str, Target] = {target.name: target for target in (
     _gpu("h100", "NVIDIA H100 80GB HBM3", 989, 1979, 84942979072, 3352, 450, 8, 50, 3.0, _HOPPER, _NVIDIA),
     _gpu("h200", "NVIDIA H200", 989, 1979, 151397597184, 4800, 450, 8, 50, 3.5, _HOPPER, _NVIDIA,
          rates.H200),
-    _gpu("b200", "NVIDIA B200", 2250, 4500, 191514411008, 7672, 900, 8, 50, 5.5, _BLACKWELL, _NVIDIA),
+    _gpu("b200", "NVIDIA B200", 2250, 4500, 191514411008, 7672, 900, 8, 50, 5.5, _BLACKWELL, _NVIDIA,
+         fp4=9000, rates_of="h100"),
     _gpu("gb200", "NVIDIA GB200", 2500, 5000, 197897748480, 7928, 900, 72, 50, 6.5,
-         {**_BLACKWELL, "cores": 152, "clock": 2.062, "l2": 135528448}, _NVIDIA),
-    _tpu("v5e", "TPU v5( lite|e)", 197, 0, 16, 819, 400, 4, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e"),
-    _tpu("v5p", "TPU v5p?", 459, 0, 95, 2765, 1200, 6, 8960, 50 / 8, 4.2, f"{_GOOGLE}/v5p", rates.V5P),
-    _tpu("v6e", "TPU v6( lite|e)", 918, 0, 32, 1638, 800, 4, 256, 100 / 8, 2.7, f"{_GOOGLE}/v6e"),
-    _tpu("tpu7x", "TPU7x", 2307 / 2, 4614 / 2, 96, 7380 / 2, 600, 6, 2 * 9216, 50 / 8, 6.0, f"{_GOOGLE}/tpu7x"),
+         {**_BLACKWELL, "cores": 152, "clock": 2.062, "l2": 135528448}, _NVIDIA, fp4=10000, rates_of="h100"),
+    # Cards of 800 Gb/s for each GPU (DGX B300, GB300 NVL72). XLA's specification of B300 says 158 cores; 148 give the
+    # data sheet's float32.
+    _gpu("b300", "NVIDIA B300", 2250, 4500, 297021865984, 7936, 900, 8, 100, 7.0,
+         {**_BLACKWELL, "l2": 135528448}, _NVIDIA, fp4=13500, rates_of="h100"),
+    _gpu("gb300", "NVIDIA GB300", 2500, 5000, 297021079552, 7928, 900, 72, 100, 8.0,
+         {**_BLACKWELL, "cores": 152, "clock": 2.07, "l2": 135528448}, _NVIDIA, fp4=15000, rates_of="h100"),
+    _amd("mi300x", "AMD Instinct MI300X", 1307, 2615, 0, 163.4, 192, 5300, 448, 2.5,
+         "AMD Instinct MI300X data sheet (dense figures)"),
+    _amd("mi355x", "AMD Instinct MI355X", 2517, 5033, 10066, 157.3, 288, 8000, 538, 4.0,
+         "AMD Instinct MI355X data sheet (dense figures)"),
+    _tpu("v5e", "TPU v5( lite|e)", 197, 0, 16, 819, 400, 4, 256, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e", rates.V5E),
+    _tpu("v5p", "TPU v5p?", 459, 0, 95, 2765, 1200, 6, 8960, 64, 50 / 8, 4.2, f"{_GOOGLE}/v5p", rates.V5P),
+    _tpu("v6e", "TPU v6( lite|e)", 918, 0, 32, 1638, 800, 4, 256, 256, 100 / 8, 2.7, f"{_GOOGLE}/v6e"),
+    _tpu("tpu7x", "TPU7x", 2307 / 2, 4614 / 2, 96, 7380 / 2, 600, 6, 2 * 9216, 128, 50 / 8, 6.0, f"{_GOOGLE}/tpu7x",
+         rates.TPU7X),
+    # Published are FP4 (12.6 PFLOP/s), memory and links; of bfloat16 and FP8 a quarter and a half of FP4 are assumed,
+    # and 400 Gb/s of network, four times Ironwood's.
+    _tpu("tpu8t", "TPU8t", 12600 / 4, 12600 / 2, 216e9 / GiB, 6528, 2400, 6, 9600, 64, 400 / 8, 9.0,
+         "Google's announcement of TPU 8t, April 2026 (bfloat16 and FP8: assumed)", fp4=12600, rates_of="v6e"),
 )}
 # One virtual device on one core: roughly what a matmul in float32 and a copy in memory reached.
 TARGETS["cpu"] = Target("cpu", "cpu", "cpu", {"float32": 6e10, "bfloat16": 3e10}, 4 * GiB, 0.8, 1e10,

@@ -4,8 +4,9 @@ import types
 
 import pytest
 
+from jaxtrain.errors import UserError
 from jaxtrain.plan import targets
-from jaxtrain.plan.compiler import _torus, capability, memory_of
+from jaxtrain.plan.compiler import _torus, capability, devices_of, memory_of
 
 
 @pytest.mark.parametrize(("described", "can"), [("cuda:9", [True, True, False]), ("cuda:8", [True, False, False])])
@@ -14,7 +15,7 @@ def test_the_described_gpu_says_what_cudnn_can_do(described, can):
 
     before = cudnn.check_compute_capability
     with capability(described):
-        assert [cudnn.check_compute_capability(needed) for needed in ("8.0", "9.0", "10.0")] == can
+        assert [cudnn.check_computecapability(needed) for needed in ("8.0", "9.0", "10.0")] == can
     assert cudnn.check_compute_capability is before
 
 
@@ -32,3 +33,8 @@ def test_what_layers_keep_on_hosts_is_not_memory_of_the_device(on_hosts, peak):
 @pytest.mark.parametrize(("target", "sides"), [("v5px8", "2x2x2"), ("v6ex8", "2x4"), ("tpu7xx8", "1x2x2")])
 def test_a_slice_has_chips_and_a_chip_may_have_two_devices(target, sides):
     assert _torus(*targets.parse(target)) == sides
+
+
+def test_a_target_whose_compiler_needs_the_device_is_refused():
+    with pytest.raises(UserError, match="no compiler for mi300x"):
+        devices_of(*targets.parse("mi300xx8"))

@@ -4,10 +4,12 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxtrain.config.load import load_config
 from jaxtrain.plan.estimate import estimate
@@ -74,6 +76,8 @@ def test_a_device_computes_the_products_of_its_own_matrices():
     ("reshape", {}, (2, 3, 8, 4), ((), (), ("fsdp",), ())),
     ("reshape", {}, (48, 4), (("fsdp",), ())),  # parts stay parts of this size, wherever they are
     ("pad", {}, (8, 8, 4), ((), ("fsdp",), ())),
+    ("sharding_constraint", {"sharding": SimpleNamespace(spec=PartitionSpec("data", PartitionSpec.UNCONSTRAINED))},
+     (6, 8, 4), (("data",), ("fsdp",), ())),  # what is left free stays as it is
 ])
 def test_layouts_are_carried_on_where_the_compiler_lays_out_arrays(name, params, shape, spec):
     given = Value((6, 8, 4), np.dtype("float32"), ((), ("fsdp",), ()), 4 * 6 * 8)

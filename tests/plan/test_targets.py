@@ -1,16 +1,23 @@
 """Names of targets, targets of one's own, and what is told of wrong ones."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.plan import targets
+from jaxtrain.plan.estimate import estimate
+from jaxtrain.plan.report.table import explained, figures_of
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("text", "name", "count"), [
     ("h100x256", "h100", 256), ("b200", "b200", 1), ("v5p-512", "v5p", 256), ("v6e-256", "v6e", 256),
-    ("GB200x72", "gb200", 72), ("cpux8", "cpu", 8)])
+    ("GB200x72", "gb200", 72), ("gb300x72", "gb300", 72), ("tpu8t-64", "tpu8t", 64), ("mi355xx8", "mi355x", 8),
+    ("cpux8", "cpu", 8)])
 def test_names(text, name, count):
     target, devices = targets.parse(text)
     assert (target.name, devices) == (name, count)
@@ -61,6 +68,17 @@ def test_a_file_that_is_none(tmp_path):
 def test_every_target_has_its_source():
     for target in targets.TARGETS.values():
         assert target.source and target.peak["bfloat16"] and target.links and target.price > 0
+
+
+def test_a_target_whose_rates_are_of_another_says_so():
+    config = load_config(f"{ROOT / 'configs/gpt.py'}:tiny", {"mesh.data": 1})
+    of = {name: estimate(config, targets.TARGETS[name], 1) for name in ("h100", "gb300", "mi300x")}
+    assert "rates of h100: none was fitted to runs on gb300" in explained(of["gb300"])
+    assert "none was fitted" not in explained(of["h100"]) and figures_of(of["h100"], 1e9)["rates_of"] == "h100"
+    assert "runs on mi300x" in explained(of["mi300x"]) and of["mi300x"].interval is None
+    assert figures_of(of["mi300x"], 1e9)["rates_of"] == "h100"
+    for target in targets.TARGETS.values():
+        assert target.rates_of in ("", *targets.TARGETS) and not targets.TARGETS.get(target.rates_of or "h100").rates_of
 
 
 @pytest.mark.parametrize(("name", "rounded"), [("h100", 989e12 / 2), ("v5p", 459e12), ("cpu", 6e10)])

@@ -1,28 +1,27 @@
 """Fit the rates again without each run in turn, predict the run, and say how many lie within the printed interval.
 
-    python tools/benchmarks/bench_held_out.py
+    python -m tools.benchmarks.bench_held_out
 
-The runs are those of docs/measurements/published.json (bench_published.py --update): what others published, and the
-whole steps that were measured on one H200. Of each the record has the seconds that it took and those predicted with
-today's rates (jaxtrain/plan/cost/rates.py) for matmuls, attention, memory and communication. The fit multiplies these:
+The runs are the fitted ones of bench_published.py: what others published, and the whole steps that were measured on one
+H200. Of each the record has the seconds that it took and those predicted with today's rates
+(jaxtrain/plan/cost/rates.py) for matmuls, attention, memory and communication. The fit multiplies these:
 matmuls by a factor for each chip, the rest by one for each platform, all close to 1. Predictions without a run's own
 figures give its held-out error; the interval's factors (jaxtrain/plan/cost/interval.py) come from these errors, and a
 run is judged by the interval of all others. No accelerator is needed, and nothing is traced or compiled.
 """
 
-import json
 import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import t
 
-RECORD = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "published.json"
+from tools.benchmarks import published_predictions
+
 NOISE, TRUST = 0.07, 0.10  # standard deviations, as logarithms: of a run, and of a rate before the fit
 WITHIN = 0.8  # of the runs that the interval is to hold
 ENOUGH = 10  # runs
@@ -44,13 +43,15 @@ class Run:
 
 
 def runs() -> list[Run]:
-    """Return the recorded runs."""
+    """Return the recorded runs that the rates were fitted to."""
     found = []
-    for name, line in json.loads(RECORD.read_text()).items():
-        parts = {(line["chip"] if part == "matmul" else line["platform"], part): seconds
-                 for part, seconds in line["parts"].items()}
-        group = "experts" if line["experts"] else line["platform"]
-        found.append(Run(name, line["chip"], group, line["seconds"], parts))
+    for one in published_predictions.answers():
+        if one.row.fitted:
+            row, line = one.row, one.line
+            parts = {(row.chip if part == "matmul" else line["platform"], part): seconds
+                     for part, seconds in line["parts"].items()}
+            group = "experts" if line["experts"] else line["platform"]
+            found.append(Run(row.name, row.chip, group, row.seconds(line["flops"]), parts))
     return found
 
 

@@ -6,7 +6,7 @@ of them on GPUs. An interval from so few is wide; that of GPUs holds for cards t
 for others.
 """
 
-FACTORS = {"cuda": (0.89, 1.11), "tpu": (0.83, 1.13), "experts": (0.55, 1.73)}
+FACTORS = {"cuda": (0.89, 1.11), "tpu": (0.82, 1.16), "experts": (0.59, 1.68)}
 
 
 def interval(platform: str, seconds: float, experts: int) -> tuple[float, float] | None:

@@ -15,7 +15,8 @@ EXCHANGES = ("all-to-all", "ragged-all-to-all")
 def seconds(collective: Collective, target: Target, sizes: Mapping[str, int]) -> float:
     """Return the seconds of one collective at the bandwidth of its slowest link.
 
-    It assumes rings, which NCCL and TPUs use for large arrays. In an exchange each pair of devices has parts of its own
+    It assumes rings, which NCCL and TPUs use for large arrays, TPUs along all dimensions of a torus that the group
+    fills at once (jax-ml.github.io/scaling-book/sharding). In an exchange each pair of devices has parts of its own
     instead: what goes beyond a neighbourhood crosses its border once for each receiver, through the sender's own link.
     """
     n = math.prod(sizes[axis] for axis in collective.axes)
@@ -43,9 +44,19 @@ def _link(axes: Axes, target: Target, sizes: Mapping[str, int]) -> tuple[Link, f
     for link in target.links:
         if span <= link.devices or link is target.links[-1]:
             # Several members of one neighbourhood share the work of crossing its border.
-            return link, min(link.bandwidth * _members(axes, sizes, inner), nearer)
+            within = link.bandwidth * _dimensions(link, axes, sizes)
+            return link, min(within * _members(axes, sizes, inner), nearer)
         inner, nearer = link.devices, min(nearer, link.bandwidth)
     raise AssertionError
+
+
+def _dimensions(link: Link, axes: Axes, sizes: Mapping[str, int]) -> int:
+    """Return how many dimensions of a torus a group fills; 1 where it is none, or where their ends are not joined."""
+    slice_ = min(math.prod(sizes.values()), link.devices)
+    if link.dimensions == 1 or slice_ < link.closed:
+        return 1
+    members = math.prod(sizes[axis] for axis in axes)
+    return max(1, min(link.dimensions, math.floor(link.dimensions * math.log(members, slice_) + 1e-6)))
 
 
 def _nearer(axes: Axes, slowest: Link, target: Target, sizes: Mapping[str, int]) -> int:

@@ -181,7 +181,7 @@ def _own(op: Op, moved: int, target: Target) -> tuple[str, float]:
         return "memory", at_memory + target.launch if runs else 0.0
     dtype = np.dtype(op.inputs[0].dtype).name
     if "float8" in target.peak and len(op.inputs) > 1 and all(_is_in_8_bits(op.name, value) for value in op.inputs[:2]):
-        dtype = "float8"
+        dtype = "float4" if dtype.startswith("float4") and "float4" in target.peak else "float8"
     peak = target.products(dtype, op.rounds)
     kind = "attention" if op.name.startswith("attention") else "matmul"
     return kind, max(op.flops / (peak * _share(op, target)), at_memory) + target.launch
@@ -191,6 +191,8 @@ def _share(op: Op, target: Target) -> float:
     """Return the share of the peak that the products of an operation reach."""
     if op.name.startswith("attention"):
         own, masked = op.name.split("_")[1] in PACKED, len(op.inputs) > (6 if "backward" in op.name else 3)
+        if not own and "flat_attention" in target.efficiency:  # of a kernel whose rate depends on no shape
+            return target.efficiency["flat_attention"]
         kernel = op.name.split("_")[1] if own else "masked" if masked else "cudnn"
         share = rates.of(target.efficiency, kernel if own else "attention", target.platform)
         if target.platform != "cuda":

@@ -73,6 +73,7 @@ def _winner(found: Found, use: str, tokens: float) -> list[str]:
     exposed = sum(communication(e).values())
     figures = {"time of a step": duration(e.seconds),
                **({"80 % interval": e.interval_said} if e.interval else {}),
+               **({"rates": e.rates_said} if e.rates_said else {}),
                "tokens/s": f"{e.tokens_per_second:,.0f}",
                **({"MFU": e.mfu_said} if e.mfu_said else {}),
                "memory of a device": f"{gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB",

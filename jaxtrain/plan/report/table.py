@@ -165,6 +165,7 @@ def explained(e: Estimate) -> str:
     lines.append(f"time of a step{without}: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
                  (f", MFU {e.mfu_said}" if e.mfu_said else ""))
     lines += [f"  80 % interval, from runs that were timed: {e.interval_said}"] if e.interval else []
+    lines += [f"  {e.rates_said}"] if e.rates_said else []
     if e.documents > 1 and e.mfu_said:
         lines.append(f"  with {e.documents} documents in a row, between which kernels skip pairs that MFU counts: MFU "
                      f"as computed {e.mfu_computed:.1%}")
@@ -209,7 +210,8 @@ def figures_of(guess: Estimate, tokens: float) -> dict[str, Any]:
             "accumulation": guess.config.train.accumulation, "remat": guess.config.train.remat,
             "precision": guess.config.train.precision, "devices": guess.devices, "target": guess.target.name,
             "fits": guess.fits, "bytes": guess.bytes, "host_bytes": guess.host, "memory": dict(guess.memory),
-            "seconds": guess.seconds, "seconds_interval": guess.interval, "tokens_per_s": guess.tokens_per_second,
+            "seconds": guess.seconds, "seconds_interval": guess.interval,
+            "rates_of": guess.target.rates_of or guess.target.name, "tokens_per_s": guess.tokens_per_second,
             "mfu": guess.mfu if guess.useful else None,
             "mfu_computed": guess.mfu_computed if guess.useful else None, "days": guess.days(tokens),
             "cost": guess.cost(tokens) if guess.target.price else None}

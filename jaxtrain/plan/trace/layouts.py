@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.plan.trace.program import Axes, Collective, Op, Spec, Value
+from jaxtrain.plan.trace.program import GPUS, Axes, Collective, Op, Spec, Value
 
 VIEWS = {"reshape", "reshard", "sharding_constraint", "leave", "transpose", "squeeze", "expand_dims", "copy_p", "name",
          "optimization_barrier", "gradients_first", "pvary", "pcast", "stop_gradient", "reduce_precision", "mesh_cast",
@@ -122,7 +123,7 @@ class Placing:
 
         CPUs and TPUs always do. GPUs do if the sum is over more devices than split it, or has a different shape then.
         """
-        if self.platform != "cuda":
+        if self.platform not in GPUS:
             return True
         made = _parts(value).op
         return (made is None or made.name != "scatter-add") and (bool(reduced) or _reshaped(value))
@@ -133,7 +134,7 @@ class Placing:
         Arrays from outside the block, such as weights, can be stored so that no transpose is needed. If they are
         returned all compilers do it.
         """
-        stored = self.platform != "cuda" or _from_outside(parts)
+        stored = self.platform not in GPUS or _from_outside(parts)
         if self.before(whole, parts) == 1 or (stored and not self.returned):
             return whole
         out = self.value(whole.shape, whole.dtype, whole.spec, whole.pending)
@@ -188,7 +189,9 @@ def carried(name: str, params: Mapping[str, PyTree], given: Value, shape: Sequen
             sizes: Mapping[str, int]) -> Spec:
     """Return the layout that the compiler gives a result of this shape where it lays out arrays by itself."""
     if name == "sharding_constraint":
-        return spec_of(params["sharding"].spec, len(shape))
+        entries = [*params["sharding"].spec, *[None] * (len(shape) - len(params["sharding"].spec))]
+        return spec_of([given.spec[d] if entry is PartitionSpec.UNCONSTRAINED else entry
+                        for d, entry in enumerate(entries)], len(shape))
     if name == "transpose":
         return tuple(given.spec[d] for d in params["permutation"])
     if name in ("pad", "slice", "concatenate", "rev"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 Axes = tuple[str, ...]
+GPUS = "cuda", "rocm"  # platforms whose collectives XLA compiles alike
 Spec = tuple[Axes, ...]  # of each dimension, the mesh axes that split it
 
 

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, subjaxpr
 from jaxtrain.parallel.experts import OVERFLOW
 from jaxtrain.plan.trace import kernels
 from jaxtrain.plan.trace.layouts import LINEAR, VIEWS, Placing, carried, explicit, flat, spec_of, splits_more
-from jaxtrain.plan.trace.program import Block, Collective, Value
+from jaxtrain.plan.trace.program import GPUS, Block, Collective, Value
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
          "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
@@ -137,6 +137,10 @@ class _Reader(Placing):
             return self.dot(eqn, inputs, outputs[0])
         if name.startswith("ragged_dot"):
             return self.ragged(eqn, inputs, outputs)
+        if name.startswith("scaled_matmul"):  # of blocks with scales, on a device's parts of both factors
+            out = outputs[0]
+            work = 2.0 * inputs[0].shape[-1] * out.bytes / np.dtype(out.dtype).itemsize
+            return self.emit("scaled_matmul", "real", inputs, outputs, flops=work)
         if name == "ffi_call":
             called = eqn.params["target_name"]
             told = {key: int(number) for key, number in dict(eqn.params["attributes"]).items()}
@@ -220,7 +224,7 @@ class _Reader(Placing):
             return self.emit("dot_general", "real", inputs, [out], flops=flops, collectives=(around,), rounds=rounds)
         whole = self.value(out.shape, out.dtype, tuple(tuple(a for a in e if a not in scattered) for e in out.spec))
         self.emit("dot_general", "real", inputs, [whole], flops=flops, beside=self.unturned(inputs), rounds=rounds)
-        if self.platform != "cuda":  # the whole sum first, then a part of it
+        if self.platform not in GPUS:  # the whole sum first, then a part of it
             summed = self.value(whole.shape, whole.dtype, whole.spec)
             self.emit("sum", "real", [whole], [summed], collectives=(Collective("all-reduce", scattered, whole.bytes),))
             return self.emit("slice", "fused", [summed], [out])

@@ -70,6 +70,20 @@ def test_what_an_exchange_sends_to_other_machines_passes_its_own_card(kind, axes
     assert links.seconds(Collective(kind, axes, 800_000_000), ROUND, SIZES) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(("name", "sizes", "axes", "dimensions"), [
+    ("v5p", {"fsdp": 64}, ("fsdp",), 3), ("v5p", {"fsdp": 32}, ("fsdp",), 1),  # no cube: the ends are free
+    ("v5p", {"fsdp": 16, "tensor": 4}, ("fsdp",), 2), ("v5p", {"fsdp": 16, "tensor": 4}, ("tensor",), 1),
+    ("v6e", {"fsdp": 256}, ("fsdp",), 2), ("v6e", {"fsdp": 128}, ("fsdp",), 1),
+    ("tpu7x", {"fsdp": 128}, ("fsdp",), 3), ("tpu7x", {"fsdp": 64}, ("fsdp",), 1)])
+def test_a_group_of_tpus_uses_the_dimensions_of_the_torus_that_it_fills(name, sizes, axes, dimensions):
+    """Twice as many devices along one ring would take as long; along two or three rings at once, less."""
+    target, size = targets.TARGETS[name], 10**12
+    n = math.prod(sizes[axis] for axis in axes)
+    one = size * (n - 1) / n / (target.links[0].bandwidth * target.efficiency["links"])
+    found = links.seconds(Collective("all-gather", axes, size), target, sizes)
+    assert found == pytest.approx(one / dimensions, rel=1e-3)
+
+
 def test_buffers_are_not_sent():
     half = Collective("ragged-all-to-all", ("fsdp",), 1_600_000_000, buffer=2.0)
     assert links.seconds(half, ROUND, SIZES) == pytest.approx(700e6 / 100e9 + 7e-6)
@@ -174,6 +188,33 @@ def test_without_fp8_units_it_is_no_faster(name):
     wide, narrow = (estimate(dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision)),
                              targets.TARGETS[name], 1).time.parts["matmul"] for precision in ("bfloat16", "fp8"))
     assert narrow == pytest.approx(wide, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_products_of_blocks_are_counted_and_have_the_rate_of_their_bits(precision):
+    """Units of Blackwell multiply blocks with scales (sharding/block_units.py); NVFP4 also transforms its factors."""
+    keys = {"mesh.data": 1, "model.embed_dim": 256, "model.max_seq_len": 256, "data.seq_len": 256}
+    plain, blocks = (estimate(load_config(CONFIGS / "gpt.py:tiny", keys | {"train.precision": kind}),
+                              targets.TARGETS["gb200"], 1) for kind in ("bfloat16", precision))
+    assert plain.time.flops <= blocks.time.flops < 1.05 * plain.time.flops
+    shape = (8192, 8192)
+    factor = Value(shape, jnp.dtype({"mxfp8": "float8_e4m3fn", "nvfp4": "float4_e2m1fn"}[precision]), ((), ()), 8192**2)
+    op = Op("scaled_matmul", "real", [factor, factor], [Value(shape, jnp.dtype("bfloat16"), ((), ()), 2 * 8192**2)],
+            flops=2.0 * 8192**3)
+    block = Block(op.inputs, [op], op.outputs)
+    rate = targets.TARGETS["gb200"].peak[{"mxfp8": "float8", "nvfp4": "float4"}[precision]]
+    took = time.estimate(block, targets.TARGETS["gb200"], {"data": 1}).parts["matmul"]
+    assert op.flops / rate / 0.65 < took < op.flops / rate / 0.62
+
+
+@pytest.mark.parametrize("length", [1024, 8192])
+def test_attention_of_another_kernel_may_have_one_rate_for_all_shapes(length):
+    q = Value((1, length, 8, 128), BFLOAT16, ((),) * 4, 2 * length * 8 * 128)
+    op = Op("attention_forward", "real", [q, q, q], [q], flops=1e15, attends=(128, length))
+    target = targets.TARGETS["h100"]
+    flat = dataclasses.replace(target, efficiency={**target.efficiency, "flat_attention": 0.2})
+    took = [time.estimate(Block([q], [op], [q]), one, {"data": 1}).parts["attention"] for one in (target, flat)]
+    assert took[1] == pytest.approx(1e15 / (0.2 * target.peak["bfloat16"]), rel=1e-3) != took[0]
 
 
 @pytest.mark.exhaustive
