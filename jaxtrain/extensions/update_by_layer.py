@@ -112,21 +112,26 @@ def by_pieces(layout: Layout, updates: PyTree, optimizer: Callable[[Axes, PyTree
             new, back = piece([path], flat, state, slopes)
             flat |= new
             after |= back
+        # Those of no parameter, such as the number of updates: each piece makes the same of them.
+        shared = [key for key in state if not owner(key) and not key.endswith(".first_layer")]
         for paths in stacks.values():
             theirs = [key for key in state if owner(key) in paths]
 
             def one(i, carry, paths=paths):
+                *carry, _ = carry
                 mine = [{key: jax.lax.dynamic_slice_in_dim(x, i, 1) for key, x in tree.items()}
                         for tree in (*carry, {path: slopes[path] for path in paths})]
                 at = {key: i for key in state if key.endswith(".first_layer")}  # RoundedState: which layer it is
                 new, back = piece(paths, mine[0], state | mine[1] | at, mine[2])
-                return tuple({key: jax.lax.dynamic_update_slice_in_dim(x, layer[key], i, 0) for key, x in tree.items()}
-                             for tree, layer in zip(carry, (new, back), strict=True))
+                stacks = ({key: jax.lax.dynamic_update_slice_in_dim(x, layer[key], i, 0) for key, x in tree.items()}
+                          for tree, layer in zip(carry, (new, back), strict=True))
+                return *stacks, {key: back[key] for key in shared}
 
-            new, back = jax.lax.fori_loop(0, flat[paths[0]].shape[0], one, (
-                {path: flat[path] for path in paths}, {key: state[key] for key in theirs}))
+            new, back, advanced = jax.lax.fori_loop(0, flat[paths[0]].shape[0], one, (
+                {path: flat[path] for path in paths}, {key: state[key] for key in theirs},
+                {key: state[key] for key in shared}))
             flat |= new
-            after |= back
+            after |= back | advanced
         return (jax.tree.unflatten(jax.tree.structure(params), flat.values()),
                 jax.tree.unflatten(jax.tree.structure(opt_state), after.values()))
 

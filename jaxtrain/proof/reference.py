@@ -1,9 +1,10 @@
 """The numbers of one device, in float64, and how far rounding may take others from them.
 
 The step is run on one device in float64 (float64.py): that is the truth. It is then run a number of times as it is, in
-float32 or whatever the config says, first from the initial parameters and then from parameters that are moved by less
-than their rounding. How far these runs are from the truth is the error of rounding, of each element by itself, with all
-that amplifies it: a sum whose terms cancel, a division by a small root in Adam, and steps that follow from others.
+float32 or whatever the config says, first from the initial parameters and then from parameters that are moved by about
+their rounding; what an optimizer keeps in few bits is rounded otherwise between these steps. How far these runs are
+from the truth is the error of rounding, of each element by itself, with all that amplifies it: a sum whose terms
+cancel, a division by a small root in Adam, and steps that follow from others.
 
 A correct run on a mesh adds in another order, which is one more draw from the same errors. It is within
 
@@ -18,6 +19,7 @@ by chance: u is the unit of rounding, p how many partial sums the mesh makes (it
 largest element of the array.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -64,8 +66,8 @@ class Reference:
                 for key, allowed in self.known[t][step].items()}
 
     def _of(self, truth: np.ndarray, s: np.ndarray, dtype: np.dtype, t: float) -> np.ndarray:
-        if not jnp.issubdtype(dtype, jnp.floating):  # exact, except for codes of rounded numbers
-            return np.full(s.shape, 2 * s.max(initial=0))
+        if not jnp.issubdtype(dtype, jnp.floating):  # exact, except for codes of rounded numbers, of which any may be
+            return np.full(s.shape, 2 * s.max() + 1 if s.any() else 0.0)  # rounded to the next one
         size = np.abs(truth)
         kept = max(self.unit, float(jnp.finfo(dtype).eps) / 2)
         expected = np.sqrt((1 + 1 / REPLICAS) * (s**2 + (np.median(s) ** 2 if s.size else 0)))
@@ -105,7 +107,8 @@ def measure(run: Run, start: TrainState, batches: Sequence[PyTree], seed: int) -
         truth, missing = [], f"{error}"
     errors = [_Errors(step) for step in truth] or [_Errors(None) for _ in batches]
     for n in range(REPLICAS):
-        one = first if n == 0 else record(run, _moved(start, unit, rng), batches)
+        one = first if n == 0 else record(run, _moved(start, unit, rng), batches,
+                                          lambda state: _coarse(state, unit, rng))
         for seen, step in zip(errors, one.steps, strict=True):
             seen.add(step)
     return Reference(truth or [seen.mean for seen in errors], [seen.spread for seen in errors],
@@ -148,8 +151,23 @@ def _moved(start: TrainState, unit: float, rng: np.random.Generator) -> TrainSta
             return x
         # Rounding to the nearest would bring back half of them.
         return (x * (1 + rng.uniform(-2, 2, x.shape) * unit)).astype(x.dtype)
-    return type(start)(start.step, jax.tree.map(move, start.params), start.opt_state, start.skipped, start.loss_scale,
-                       start.extras, start.frozen)
+    return dataclasses.replace(start, params=jax.tree.map(move, start.params))
+
+
+def _coarse(state: TrainState, unit: float, rng: np.random.Generator) -> TrainState:
+    """Return a state whose optimizer keeps in few bits what may be rounded up or down, rounded otherwise at random.
+
+    Which way a number near the middle of two is rounded differs from one order of sums to another, for few of them:
+    runs alone would hardly meet the same ones.
+    """
+    def move(x: np.ndarray) -> np.ndarray:
+        if x.dtype in (np.int8, np.uint8):
+            least, most = np.iinfo(x.dtype).min, np.iinfo(x.dtype).max
+            return np.clip(x.astype(np.int64) + rng.integers(-1, 2, x.shape), least, most).astype(x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).eps / 2 > unit:
+            return (x * (1 + rng.uniform(-1, 1, x.shape) * float(jnp.finfo(x.dtype).eps))).astype(x.dtype)
+        return x
+    return dataclasses.replace(state, opt_state=jax.tree.map(move, state.opt_state))
 
 
 def _in_float64(run: Run, start: TrainState, batches: Sequence[PyTree]) -> list[Quantities]:

@@ -97,10 +97,16 @@ def placed(run: Run, start: TrainState) -> TrainState:
     return jax.tree.map(jax.device_put, start, run.layout.state) if same else run.init()
 
 
-def record(run: Run, start: TrainState, batches: Sequence[PyTree]) -> Record:
-    """Return what a step on each of the batches computes, from this state on."""
+def record(run: Run, start: TrainState, batches: Sequence[PyTree],
+           between: Callable[[TrainState], TrainState] | None = None) -> Record:
+    """Return what a step on each of the batches computes, from this state on.
+
+    `between`: what to make of the state, on the host, before each step but the first.
+    """
     state, steps, torn = placed(run, start), [], []
-    for batch in batches:
+    for n, batch in enumerate(batches):
+        if between is not None and n:
+            state = placed(run, between(jax.device_get(state)))
         state, metrics = run.step(state, batch)
         jax.block_until_ready(state)  # of many programs at once, CPU devices that share few cores may wait forever
         torn.append(torn_leaves(state))

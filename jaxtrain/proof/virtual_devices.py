@@ -23,6 +23,7 @@ def virtual_devices(number: int) -> str:
 def use_virtual_devices(number: int) -> None:
     """Have this process compute on so many virtual CPU devices, unless JAX has started in it already."""
     flags = os.environ.get("XLA_FLAGS", "")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of shardings that cost time, which is none of ours here
     if "jax" in sys.modules:
         import jax
 

@@ -15,7 +15,7 @@ def test_the_described_gpu_says_what_cudnn_can_do(described, can):
 
     before = cudnn.check_compute_capability
     with capability(described):
-        assert [cudnn.check_computecapability(needed) for needed in ("8.0", "9.0", "10.0")] == can
+        assert [cudnn.check_compute_capability(needed) for needed in ("8.0", "9.0", "10.0")] == can
     assert cudnn.check_compute_capability is before
 
 

@@ -193,3 +193,16 @@ def test_which_are_updated_layer_by_layer(name, dtype, layerwise):
 def test_adafactor_has_no_moments_to_round():
     with pytest.raises(ValueError, match=r"^optimizer.moment_dtype: adafactor keeps no moments that this would round"):
         OptimizerConfig(name="adafactor", moment_dtype="int8")
+
+
+def test_updates_are_counted_where_all_that_is_trained_lies_in_layers():
+    """With adapters, or with what is outside of the layers frozen: the schedule and Adam's corrections go on."""
+    run = reference.build("gpt2", optimizer__moment_dtype="int8", train__freeze=["embed/*", "positions/*", "norm/*"])
+    assert run.layout.layerwise and all("blocks" in jax.tree_util.keystr(path) for path, _ in
+                                        jax.tree_util.tree_leaves_with_path(run.abstract.params))
+    step, state = reference.compiled(run), reference.start(run)
+    for n in range(2):
+        state, _ = step(state, run.sharded.place(reference.batch(n)))
+    counts = [int(x) for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)
+              if jax.tree_util.keystr(path).endswith(".count")]
+    assert counts and set(counts) == {2}
