@@ -36,7 +36,7 @@ def refused(tmp_path, text, monkeypatch, capsys):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     before = jax.config.jax_compilation_cache_dir
-    for place, name in ((ShardedStep, "compiled"), (Run, "_compiled_init"), (CheckpointManager, "save")):
+    for place, name in ((ShardedStep, "compiled"), (Run, "_jitted_init"), (CheckpointManager, "save")):
         monkeypatch.setattr(place, name, property(lambda self: pytest.fail("too late: the run has begun")))
 
     def run(*flags, config=TINY, workdir=tmp_path / "work"):

@@ -99,14 +99,6 @@ def summary(certificate: JsonObject) -> JsonObject:
     return {key: certificate[key] for key in kept if key in certificate} | {"layouts": len(certificate["layouts"])}
 
 
-def in_words(proof: JsonObject) -> str:
-    """Return one sentence on the summary of a certificate, for reports and model cards."""
-    code, config = (f"{proof.get(key, '')}"[:12] for key in ("code", "config"))
-    return (f"On {proof.get('layouts', 0)} layouts of devices, {proof.get('steps', 0)} steps have the numbers of one "
-            f"device (worst error {proof.get('worst', 0):.2g} of the tolerance; jaxtrain prove, code {code}, config "
-            f"{config})")
-
-
 # --------------------------------------------------------------------------------------------------------- the code
 def _parts_of(run: Run) -> list[object]:
     own = [] if run.own is None else [run.own.train_step.own.function, run.own.initial]

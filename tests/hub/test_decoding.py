@@ -93,7 +93,7 @@ def test_tokens_and_logits_are_those_of_the_whole_forward_pass(family):
 def test_adapters_are_part_of_the_model(family, sizes):
     """Adapters of latents count too, whose projections are absorbed while one token at a time is computed."""
     run = build(family, lora__rank=3, lora__alpha=6.0, **{f"mesh__{axis}": size for axis, size in sizes.items()})
-    whole = at_random(jax.device_get(run._compiled_init(0).all_params))
+    whole = at_random(jax.device_get(run._jitted_init(0).all_params))
     plain = build(family)
     greedy = dict(max_new_tokens=NEW, temperature=0, logprobs=True)
     found = jt.generate(run, run.with_params(whole), PROMPTS, **greedy)

@@ -120,7 +120,7 @@ def initial(family: str = "gpt2", layers: int = 0):
     """The parameters at step 0, on the host, as one device makes them; with so many layers (0: the family's own)."""
     run = build(family, **layers_key(layers))
     seed = np.int64(run.config.train.seed)
-    return jax.device_get(run._compiled_init.lower(seed).compile(compiler_options=QUICKLY)(seed).params)
+    return jax.device_get(run._jitted_init.lower(seed).compile(compiler_options=QUICKLY)(seed).params)
 
 
 def start(run: jt.Run, family: str = "gpt2"):

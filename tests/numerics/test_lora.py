@@ -86,7 +86,7 @@ def test_loss_and_gradients_are_those_of_the_merged_model(name):
 def initial(run):
     """All parameters at step 0, on the host."""
     seed = np.int64(0)
-    return jax.device_get(run._compiled_init.lower(seed).compile(compiler_options=reference.QUICKLY)(seed).all_params)
+    return jax.device_get(run._jitted_init.lower(seed).compile(compiler_options=reference.QUICKLY)(seed).all_params)
 
 
 @pytest.mark.exhaustive

@@ -40,7 +40,7 @@ def begun(**keys):
     run = jt.build(plain.config(**keys), devices=jax.devices()[:1])
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda a: (a + rng.normal(0, 0.02, a.shape)).astype(np.float32),
-                        jax.device_get(run._compiled_init(0).params))
+                        jax.device_get(run._jitted_init(0).params))
 
 
 @pytest.mark.parametrize("name", [

@@ -49,7 +49,7 @@ def begun(**keys):
     run = jt.build(plain.config(**keys), devices=jax.devices()[:1])
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda a: (a + rng.normal(0, 0.05, a.shape)).astype(np.float32),
-                        jax.device_get(run._compiled_init(0).all_params))
+                        jax.device_get(run._jitted_init(0).all_params))
 
 
 @pytest.mark.parametrize("name", [

@@ -34,7 +34,7 @@ def truth():
         if kind not in known:
             run, rng = built(kind, 1), np.random.default_rng(0)
             params = jax.tree.map(lambda a: (a + rng.normal(size=a.shape, scale=0.1)).astype(np.float32),
-                                  jax.device_get(run._compiled_init(0).params))
+                                  jax.device_get(run._jitted_init(0).params))
             batch = plain.batch(kind)
             formula = plain.contrastive if kind.startswith(DUAL) else lambda *args: (plain.loss(*args), None)
             both = jax.jit(jax.value_and_grad(lambda p: formula(run.config.model, p, batch), has_aux=True))

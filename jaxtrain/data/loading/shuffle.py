@@ -39,12 +39,12 @@ def bound_of(last: int) -> int:
     return last + 1 if last >= 1 << 16 and last & (last - 1) == 0 and last.bit_length() % 2 else last
 
 
-def permuted(place: int, last: int, seed: int) -> int:
+def permuted(place: int, last: int, seed: int, rounds: int = ROUNDS) -> int:
     """Return the number at a place of the permutation of the numbers up to `last`."""
     permute, bound = index_shuffle(), bound_of(last)
-    found = permute(place, bound, seed, ROUNDS)
+    found = permute(place, bound, seed, rounds)
     while found > last:
-        found = permute(found, bound, seed, ROUNDS)
+        found = permute(found, bound, seed, rounds)
     return found
 
 
@@ -68,11 +68,7 @@ class Order:
         if not self.shuffled:
             return within
         last, seed = self.length - 1, self.seed
-        if bound_of(last) != last:
-            return np.fromiter((permuted(place, last, (seed + epoch) % 2**32)
-                                for epoch, place in zip(epochs.tolist(), within.tolist(), strict=True)),
-                               np.int64, len(within))
-        permute = index_shuffle()
+        permute = index_shuffle() if bound_of(last) == last else permuted
         return np.fromiter((permute(place, last, (seed + epoch) % 2**32, ROUNDS)
                             for epoch, place in zip(epochs.tolist(), within.tolist(), strict=True)),
                            np.int64, len(within))

@@ -12,7 +12,7 @@ from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import json_lines, user_json
-from jaxtrain.run.certificate import in_words
+from jaxtrain.pages.proof_summary import in_words
 
 FILE = "README.md"
 # Keys whose values are names of files, which tell of the machine and mean nothing elsewhere.

@@ -143,7 +143,7 @@ def test_evaluation_gives_the_loss_of_one_device(case):
     *slow(("zb_v", 5)), *exhaustive(("1f1b", 2), ("interleaved", 7))])
 def test_initial_values_do_not_depend_on_the_stages(schedule, layers):
     run = reference.build("gpt2", (1, 2, 2), **pipeline(schedule, mesh__stage=2, model__num_layers=layers))
-    init = run._compiled_init(run.config.train.seed).params
+    init = run._jitted_init(run.config.train.seed).params
     for (path, got), want in zip(jax.tree_util.tree_flatten_with_path(init)[0],
                                  jax.tree.leaves(reference.initial("gpt2", layers)), strict=True):
         assert np.array_equal(got, want), f"{jax.tree_util.keystr(path)} starts with other values"

@@ -37,7 +37,7 @@ def made(family, number=None, **keys):
     """Parameters at step 0 and their logical names, of the config; without a number those without muP."""
     run = reference.build(family, **(base_of(family, number) if number is not None else {}), **keys)
     seed = np.int64(0)
-    init = run._compiled_init.lower(seed).compile(compiler_options=reference.QUICKLY)
+    init = run._jitted_init.lower(seed).compile(compiler_options=reference.QUICKLY)
     return run, jax.device_get(init(seed)).all_params
 
 
@@ -195,7 +195,7 @@ def test_a_model_as_wide_as_its_base_is_the_same_program():
     same = {"model__mup_base": {"embed_dim": own.embed_dim, "num_heads": own.num_heads}}
     texts = [reference.build("gpt2", **keys).lower().as_text() for keys in ({}, same)]
     assert texts[0] == texts[1]
-    init = [reference.build("gpt2", **keys)._compiled_init.lower(0).as_text() for keys in ({}, same)]
+    init = [reference.build("gpt2", **keys)._jitted_init.lower(0).as_text() for keys in ({}, same)]
     assert init[0] == init[1]
 
 
