@@ -160,9 +160,7 @@ def draw(rng: random.Random, config: Config, devices: int, *, own: bool, fixed_a
         if sizes["stage"] > 1:
             schedule = rng.choice(SCHEDULES)
             drawn |= {"pipeline.schedule": schedule, "pipeline.microbatches": often(rng, *MICROBATCHES),
-                      "pipeline.overlap": rng.random() < 0.3}
-            if config.pipeline.table:
-                drawn |= {"pipeline.table": "", "pipeline.chunks": 0}
+                      "pipeline.chunks": 0, "pipeline.table": "", "pipeline.overlap": rng.random() < 0.3}
     return Layout(keys | {key: value for key, value in drawn.items() if value != value_in(config, key)})
 
 

@@ -200,7 +200,8 @@ def _drawn(trials: _Trials, meshes: int, seed: int, devices: int,
             if not trials.subject.own and not isinstance(error, UserError):
                 raise
             # What a user shards by hand may be for some meshes only.
-            refused[f"{layout}"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            kind = UserError if isinstance(error, UserError) else type(error)
+            refused[f"{layout}"] = f"{kind.__name__}: {error}".splitlines()[0]
             continue
         finally:
             jax.clear_caches()
