@@ -11,7 +11,7 @@ Rows are divided before anything is fitted to them: `fitted` are those that the 
 were fitted to, whole steps of jaxtrain's own on one H200 among them. Of the others a hash of what the planner is asked
 says whether a later fit may use them (`open`) or not (`held out`).
 
-Predictions are read from docs/measurements/published_predictions.jsonl, so the command takes a second. `--update`
+Predictions are read from docs/measurements/predictions/published.jsonl, so the command takes a second. `--update`
 predicts what is not recorded yet, and with `--again` what is (seconds to a minute a row; no accelerator is needed),
 and writes the record and the tables of docs/planner-published.md. `--rows=v6e` takes rows whose name contains it,
 `--parts` says where time goes.

@@ -1,7 +1,7 @@
 """The recorded predictions of published runs, and how far they are from what these took.
 
 A prediction is recorded once for each question (`Row.question`), as a line of
-docs/measurements/published_predictions.jsonl, so that reading the record traces nothing.
+docs/measurements/predictions/published.jsonl, so that reading the record traces nothing.
 """
 
 import json
@@ -15,7 +15,7 @@ from jaxtrain.plan.cost.interval import interval
 from jaxtrain.plan.estimate import Estimate
 from tools.benchmarks.published_rows import ROOT, Row, rows
 
-RECORD = ROOT / "docs" / "measurements" / "published_predictions.jsonl"
+RECORD = ROOT / "docs" / "measurements" / "predictions" / "published.jsonl"
 NEAR = 0.2  # a prediction within 20 % of what was published
 Line = dict[str, Any]
 
