@@ -6,7 +6,7 @@ what the step computes. If none is found, rounding is the cause.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from jaxtrain.proof.float64 import NoFloat64
 
 SAME, INITIAL, BATCH, STATE, OPERATION, MESH, RECORD, ROUNDING, UNKNOWN = (
     "the same", "initial values", "batch", "state", "operation", "mesh", "record", "rounding", "unknown")
+FEW = 64  # steps whose batches are compared where nothing else was found
 JUMP = 30  # times larger than before: how the difference of two runs grows by no rounding
 APART = 1e-4  # relative: what a step that is made again may be off on another machine
 
@@ -81,15 +82,34 @@ class _Search:
 
     def found(self) -> Parting:
         self.keys = keys_that_differ(self.a.config, self.b.config)
+        if self.a.placement == self.b.placement:  # such as a size of -1
+            self.keys = [key for key in self.keys if not key.startswith("mesh.")]
+        self.unsure: list[str] = []
         before, parted, jump = self._parted()
         if not parted:
             return self._parting(SAME, 0, f"the runs have the same numbers, to the last bit, for {before} steps")
-        self.report(f"the recorded numbers differ from step {parted} on" + (
+        self.report(f"the numbers differ from step {parted} on" + (
             f", and by far more than before at step {jump}" if jump else ""))
-        return (self._initial() or self._batch(before, parted) or self._by_operations(parted, jump)
+        return (self._initial() or self._batches(range(before, parted)) or self._by_operations(parted, jump)
                 or self._by_mesh(parted) or self._by_record(before, parted, jump)
-                or self._parting(ROUNDING, parted, f"the runs part at step {parted} by rounding only: initial values "
-                                 "and batches are the same, and in float64 so is every result of the step"))
+                or self._batches(range(min(self.last, FEW))) or self._unexplained(parted))
+
+    def _unexplained(self, parted: int) -> Parting:
+        if self.unsure:
+            return self._parting(UNKNOWN, parted, f"the runs part at step {parted}; {_list(self.unsure)} may differ by "
+                                 "more than rounding, which is too large a part of them even in float64",
+                                 results=self.unsure)
+        for side in (self.a, self.b):
+            if side.recorded and (why := side.unrepeatable()):
+                return self._parting(UNKNOWN, parted, f"the runs part at step {parted}; initial values, batches and "
+                                     f"steps are the same, but {side.name} cannot be made again: {why}")
+        return self._parting(ROUNDING, parted, f"the runs part at step {parted} by rounding only: initial values "
+                             "and batches are the same, and in float64 so is every result of the step")
+
+    @property
+    def last(self) -> int:
+        """The number of steps that are compared."""
+        return min(side.last if side.recorded else min(self.steps, side.last) for side in (self.a, self.b))
 
     def _parting(self, cause: str, step: int, text: str, **more: list) -> Parting:
         return Parting(cause, step, text, self.keys, **more)
@@ -104,7 +124,7 @@ class _Search:
                             "compare runs of the same steps")
         before, parted, jump, largest, most = 0, 0, 0, 1e-7, float(JUMP)
         for step in common:
-            if not parted and mine[step] == theirs[step]:
+            if not parted and _equal(mine[step], theirs[step]):
                 before = step
                 continue
             parted = parted or step
@@ -112,14 +132,18 @@ class _Search:
             if step != parted and away > most * largest:
                 jump, most = step, away / largest
             largest = max(largest, away)
+        if parted - before > 1:  # not all steps were recorded
+            pairs = zip(*(side.made_again(before, parted) for side in (self.a, self.b)), strict=True)
+            parted = next((before + n for n, pair in enumerate(pairs, start=1) if not _equal(*pair)), parted)
+            before = parted - 1
         return before, parted, jump
 
     def _lines(self) -> tuple[Mapping[int, Mapping[str, float]], ...]:
-        if self.a.recorded and self.b.recorded:
-            return self.a.lines, self.b.lines
-        count = min(self.steps, *(side.last for side in (self.a, self.b)))
-        self.report(f"making {count} steps of each")
-        return tuple(dict(enumerate(side.made_again(0, count), start=1)) for side in (self.a, self.b))
+        """Return what is recorded after each step; steps are made of a config, which has recorded none."""
+        if not (self.a.recorded and self.b.recorded):
+            self.report(f"making {self.last} steps")
+        return tuple(side.lines if side.recorded else dict(enumerate(side.made_again(0, self.last), start=1))
+                     for side in (self.a, self.b))
 
     # ---------------------------------------------------------------------------------------------- initial values
     def _initial(self) -> Parting | None:
@@ -132,8 +156,8 @@ class _Search:
                              results=wrong) if wrong else None
 
     # -------------------------------------------------------------------------------------------------------- batches
-    def _batch(self, before: int, parted: int) -> Parting | None:
-        for step in range(before, parted):
+    def _batches(self, steps: Iterable[int]) -> Parting | None:
+        for step in steps:
             mine, theirs = self.a.batch(step), self.b.batch(step)
             wrong = [name for name in mine if name not in theirs or not np.array_equal(mine[name], theirs[name])]
             if wrong:
@@ -144,9 +168,10 @@ class _Search:
 
     # ----------------------------------------------------------------------------------------------------- operations
     def _by_operations(self, parted: int, jump: int) -> Parting | None:
-        last = min(self.a.last, self.b.last)
         # The update before shows in the loss of a step; and a learning rate of 0 hides what an optimizer does.
-        for step in dict.fromkeys([*[parted - 1] * (parted > 1), parted, *[jump] * bool(jump), last]):
+        for step in dict.fromkeys([*[parted - 1] * (parted > 1), parted, *[jump] * bool(jump), self.last]):
+            if other := self._batches([step - 1]):
+                return other
             self.report(f"comparing the operations of step {step} in float64")
             state, batch = self.a.state(step - 1), self.a.batch(step - 1)
             mine, theirs = shapes_of(state), self.b.arrays()
@@ -160,6 +185,7 @@ class _Search:
                                      "float64, so that operations are not compared")
             if found := first_difference.difference(*traces):
                 return self._of(found, step)
+            self.unsure += [name for name in first_difference.unsure(*traces) if name not in self.unsure]
         return None
 
     def _of(self, found: Difference, step: int) -> Parting:
@@ -173,7 +199,7 @@ class _Search:
     # ----------------------------------------------------------------------------------------------------------- mesh
     def _by_mesh(self, parted: int) -> Parting | None:
         """Compare the step on both meshes with float64, by what rounding explains."""
-        if self.a.placement == self.b.placement:
+        if not (self.a.placement or self.b.placement):
             return None
         self.report(f"comparing the meshes at step {parted}")
         state, batch = self.a.state(parted - 1), self.a.batch(parted - 1)
@@ -188,17 +214,19 @@ class _Search:
         """Make the recorded steps again: what does not come out was not computed from what is there."""
         for step in dict.fromkeys([parted, *[jump] * bool(jump)]):
             for side in (self.a, self.b):
-                if side.recorded is None:
+                if side.recorded is None or side.unrepeatable():
                     continue
                 since = side.checkpoint(min(before, step - 1))
                 self.report(f"making steps {since + 1} to {step} of {side.name} again")
                 made = dict(enumerate(side.made_again(since, step), start=since + 1))
                 for one in sorted(made.keys() & side.lines.keys()):
-                    if _apart(made[one], side.lines[one]) > APART:
-                        return self._parting(RECORD, one, f"{side.name} does not compute what it recorded at step "
-                                             f"{one}: loss {side.lines[one]['loss']:.8g} is recorded, and "
-                                             f"{made[one]['loss']:.8g} comes out of its state after step {since}; its "
-                                             "state was changed by something else, such as a faulty device")
+                    for name in ("loss", "grad_norm"):
+                        then, now = side.lines[one].get(name, np.nan), made[one].get(name, np.nan)
+                        if _apart({name: then}, {name: now}) > APART:
+                            return self._parting(RECORD, one, f"{side.name} does not compute what it recorded at step "
+                                                 f"{one}: {name} {then:.8g} is recorded, and {now:.8g} comes out of "
+                                                 f"its state after step {since}; the record or the state was changed "
+                                                 "by something else, such as a faulty device", results=[name])
         return None
 
 
@@ -207,6 +235,11 @@ def _apart(mine: Mapping[str, float], theirs: Mapping[str, float]) -> float:
     pairs = [(mine[name], theirs[name]) for name in mine.keys() & theirs.keys()]
     return max([abs(x - y) / max(abs(x), abs(y), 1e-30) if np.isfinite([x, y]).all() else float(
         not (x == y or (np.isnan(x) and np.isnan(y)))) for x, y in pairs], default=0.0)
+
+
+def _equal(mine: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
+    return all(x == y or (np.isnan(x) and np.isnan(y)) for x, y in (
+        (mine[name], theirs[name]) for name in mine.keys() & theirs.keys()))
 
 
 def _where(mine: np.ndarray, theirs: np.ndarray | None, name: str) -> str:

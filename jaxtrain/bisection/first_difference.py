@@ -41,6 +41,20 @@ def _same(one: Value, other: Value) -> bool:
     return one.size == other.size and one.is_as(other.norm, other.sums, other.rounding)
 
 
+def unsure(a: Trace, b: Trace) -> list[str]:
+    """Return results that differ by more than a part in a thousand, of which rounding in float64 may be a part.
+
+    Those that are nothing next to others of their kind are left out: gradients whose terms cancel.
+    """
+    largest: dict[int, float] = defaultdict(float)
+    for name, value in a.results.items():
+        largest[_order(name)] = max(largest[_order(name)], value.norm)
+    return [name for name, one in a.results.items()
+            if name in b.results and max(one.rounding, b.results[name].rounding) >= 1e-5
+            and one.norm > 1e-9 * largest[_order(name)]
+            and np.abs(one.sums - b.results[name].sums).max() > 4e-3 * max(one.norm, b.results[name].norm)]
+
+
 class _Known:
     """The values of a program."""
 

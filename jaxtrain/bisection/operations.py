@@ -190,8 +190,8 @@ class _Evaluation:
 
     def _scan(self, eqn: core.JaxprEqn, args: list[Pair], place: tuple[str, ...]) -> list[Pair]:
         p, body = eqn.params, eqn.params["jaxpr"]
-        consts, rest = args[:p["num_consts"]], args[p["num_consts"]:]
-        carry, xs = rest[:p["num_carry"]], rest[p["num_carry"]:]
+        fixed, carried = float64.parts_of_scan(eqn)
+        consts, carry, xs = args[:fixed], args[fixed:fixed + carried], args[fixed + carried:]
         rounds = range(p["length"])
         stacks: list[list[Pair]] = []
         word = ("micro-batch" if not place and p["length"] == self.accumulation else
@@ -200,8 +200,8 @@ class _Evaluation:
             here = (*place, f"{word} {n + 1} of {p['length']}") if p["length"] > 1 else place
             parts = [self._made(eqn, "slice", [pair], [pair[0][n]], here, (f"{n}",))[0] for pair in xs]
             found = self.evaluate(body.jaxpr, body.consts, [*consts, *carry, *parts], here)
-            carry = found[:p["num_carry"]]
-            stacks.append(found[p["num_carry"]:])
+            carry = found[:carried]
+            stacks.append(found[carried:])
         if p["reverse"]:
             stacks.reverse()
         return [*carry, *(self._made(eqn, "stack", [*column], [jnp.stack([x for x, _ in column])], place, ())[0]
@@ -223,6 +223,8 @@ def _last_uses(jaxpr: core.Jaxpr) -> dict[int, list[core.Var]]:
 def _value(x: AnyArray, maker: Operation | None = None) -> Value:
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         x = jax.random.key_data(x)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
     flat = np.nan_to_num(np.asarray(x).astype(np.float64).ravel(), nan=1.7e30, posinf=2.3e30, neginf=-3.1e30)
     norm = float(np.sqrt(flat @ flat))
     rounding = UNIT if maker is None else _rounding(maker, norm, flat.size)

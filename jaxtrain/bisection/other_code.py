@@ -29,19 +29,20 @@ class ElsewhereSide(Side):
     source: str = ""  # the workdir or the config, as that process is told it
     code: str = ""  # a checkout; "": the code here
     python: str = ""  # "": the Python here
+    letter: str = "b"  # of the flags that name them
 
     @cached_property
     def _process(self) -> subprocess.Popen:
         paths = [self.code] * bool(self.code) + [os.environ.get("PYTHONPATH", "")] * bool(os.environ.get("PYTHONPATH"))
         if self.code and not (Path(self.code) / "jaxtrain/bisection/other_code.py").is_file():
-            raise UserError("--code", f"{self.code} is no checkout of jaxtrain that has this command",
+            raise UserError(f"--code_{self.letter}", f"{self.code} is no checkout of jaxtrain that has this command",
                             "give one that is as new, such as by git worktree add FOLDER COMMIT")
         try:
             return subprocess.Popen([self.python or sys.executable, "-m", __name__], stdin=subprocess.PIPE,
                                     stdout=subprocess.PIPE, cwd=None, env=os.environ | {
                                         "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"})
         except OSError as error:
-            raise UserError("--python", f"{self.python} cannot be started ({error.strerror})",
+            raise UserError(f"--python_{self.letter}", f"{self.python} cannot be started ({error.strerror})",
                             "give VENV/bin/python") from None
 
     def _call(self, method: str, *args: object) -> PyTree:
@@ -84,6 +85,10 @@ class ElsewhereSide(Side):
     def traced(self, state: TrainState, batch: PyTree) -> Trace:
         """Return the operations of a step on one device, in float64."""
         return self._call("traced", state, batch)
+
+    def unrepeatable(self) -> str:
+        """Return why its recorded steps cannot be made again by the step alone; "": they can."""
+        return self._call("unrepeatable")
 
     def wrong_on_mesh(self, state: TrainState, batch: PyTree) -> tuple[str, list[str]] | None:
         """Return in what its mesh does not give the numbers of one device."""

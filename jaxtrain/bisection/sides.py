@@ -23,7 +23,7 @@ from jaxtrain.proof.drawn_layouts import AXES, Layout
 from jaxtrain.proof.reference import measure
 from jaxtrain.proof.trial import GRADIENTS, Subject, named, record, traced
 from jaxtrain.proof.wrong_quantities import compare
-from jaxtrain.run import Run
+from jaxtrain.run import Extension, Run
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.train_step.state import TrainState
 
@@ -46,7 +46,7 @@ class Side:
         """Take the workdir of a run, or a config."""
         if isinstance(source, Config):
             return cls(name, source, parts)
-        recorded = RecordedRun(source)
+        recorded = RecordedRun(Path(source).absolute())
         config = load_config(Path(source) / "config.json")
         if (said := recorded.run.get("own_parts")) and not parts:
             raise UserError(f"{source}", f"it was trained with parts of your own ({', '.join(said)})",
@@ -77,8 +77,9 @@ class Side:
 
     @property
     def placement(self) -> str:
-        """Its mesh and layout as text."""
-        return f"{self.layout}"
+        """Its mesh and layout as text; "": one device and one micro-batch."""
+        several = self.run.mesh.size > 1 or self.config.train.accumulation > 1
+        return f"{self.layout}" if several else ""
 
     @property
     def layout(self) -> Layout:
@@ -102,7 +103,8 @@ class Side:
         """The numbers that were recorded after each step."""
         assert self.recorded
         steps = self.recorded.steps
-        columns = {name: steps[name] for name in ("step", *SERIES) if len(steps[name])}
+        columns = {name: steps[name] for name in ("step", *SERIES)
+                   if len(steps[name]) and not np.isnan(steps[name]).all()}
         return {int(step): {name: float(column[at]) for name, column in columns.items() if name != "step"}
                 for at, step in enumerate(columns["step"])}
 
@@ -139,8 +141,8 @@ class Side:
         """Return the operations of a step on one device, in float64."""
         closed, restored = traced(self.on_one_device, state, batch)
         names = [told(name) for name, _ in named(restored([*range(len(closed.jaxpr.outvars))]))]
-        return trace(closed, jax.tree.leaves((state, batch)), names, getattr(self.config.model, "num_layers", 0),
-                     self.config.train.accumulation)
+        layers = 0 if self.parts.get("model") is not None else getattr(self.config.model, "num_layers", 0)
+        return trace(closed, jax.tree.leaves((state, batch)), names, layers, self.config.train.accumulation)
 
     def wrong_on_mesh(self, state: TrainState, batch: PyTree) -> tuple[str, list[str]] | None:
         """Return in what its mesh does not give the numbers of one device, by more than rounding; None: in nothing."""
@@ -175,7 +177,23 @@ class Side:
 
     def _loaded(self, step: int) -> TrainState:
         assert self.workdir
-        return restore.load(self.workdir / "checkpoints" / str(step), self.run.abstract)
+        try:
+            return restore.load(self.workdir / "checkpoints" / str(step), self.run.abstract)
+        except restore.Damaged as damage:
+            raise UserError(self.name, f"its checkpoint {step} cannot be read ({damage})",
+                            "see jaxtrain checkpoint verify") from None
+
+    def unrepeatable(self) -> str:
+        """Return why its recorded steps cannot be made again by the step alone; "": they can."""
+        said = self.recorded.run if self.recorded else {}
+        if changes := [*said.get("config_changes", []), *said.get("data_changes", [])]:
+            return f"{changes[0].get('key', 'its config')} was changed at step {changes[0].get('step')}"
+        if self.config.diloco.count > 1:
+            return "islands exchange updates between steps"
+        between = [type(one).__name__ for one in self.run.extensions if any(
+            getattr(type(one), hook) is not getattr(Extension, hook)
+            for hook in ("begin", "after_step", "before_save"))]
+        return f"{between[0]} changes the state between steps" if between else ""
 
 
 def keys_that_differ(a: Config, b: Config) -> list[str]:

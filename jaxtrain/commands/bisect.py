@@ -48,15 +48,15 @@ def main(argv: list[str] | None = None) -> None:
     _use_devices([flags.a, flags.b])
     from jaxtrain.bisection.bisect import ROUNDING, SAME, bisect_sides
 
-    a = _side(flags.a, flags.a if flags.a != flags.b else "A", flags.code_a, flags.python_a)
-    b = _side(flags.b, flags.b if flags.a != flags.b else "B", flags.code_b, flags.python_b)
+    a = _side(flags.a, flags.a if flags.a != flags.b else "A", flags.code_a, flags.python_a, "a")
+    b = _side(flags.b, flags.b if flags.a != flags.b else "B", flags.code_b, flags.python_b, "b")
     found = bisect_sides(a, b, flags.steps, say)
     tell(json.dumps(found.as_json()) if flags.json else f"{found}")
     if found.cause not in (SAME, ROUNDING):
         raise SystemExit(1)
 
 
-def _side(source: str, name: str, code: str, python: str) -> "Side":
+def _side(source: str, name: str, code: str, python: str, letter: str) -> "Side":
     from jaxtrain.bisection.sides import Side
     from jaxtrain.config.load import load_config
 
@@ -65,7 +65,8 @@ def _side(source: str, name: str, code: str, python: str) -> "Side":
         return side
     from jaxtrain.bisection.other_code import ElsewhereSide
 
-    return ElsewhereSide(name, side.config, recorded=side.recorded, source=source, code=code, python=python)
+    return ElsewhereSide(name, side.config, recorded=side.recorded, source=source, code=code, python=python,
+                         letter=letter)
 
 
 def _use_devices(names: list[str]) -> None:

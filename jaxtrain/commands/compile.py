@@ -20,7 +20,7 @@ from jaxtrain.commands.flags import (
     parser_of,
     workdir_of,
 )
-from jaxtrain.errors import say, tell
+from jaxtrain.errors import UserError, say, tell
 from jaxtrain.pages.plain_text import in_bytes
 
 
@@ -52,6 +52,8 @@ def main(argv: list[str] | None = None) -> None:
         workdir = workdir_of(flags)
         authentication.make_secret(workdir / "secret")
         authentication.find_secret(workdir)
+        if "JAXTRAIN_SECRET_FILE" not in os.environ:
+            raise UserError("--workdir", f"{workdir}/secret can be read by others", f"chmod 600 {workdir}/secret")
         say(f"signed with {workdir}/secret, which the run needs in its workdir, or in JAXTRAIN_SECRET_FILE")
     compiling.compile_into(
         Path(flags.output), config, target, devices, overwrite=flags.overwrite,

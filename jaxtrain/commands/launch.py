@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> None:
         if flags.config and not own:
             loaded = load_config(flags.config, overrides_of(overrides, vars(flags)))
         if flags.compiled:
-            overrides = [*overrides, f"--compiled={Path(flags.compiled).absolute()}"]
+            folder = Path(flags.compiled.replace("{task}", task or "{task}")).absolute()
+            overrides = [*overrides, f"--compiled={folder}"]
         made.append(describe(flags.on, Path(workdir), flags.config, loaded, overrides, command, spec))
         engine.check(made[-1])
     if flags.dry_run:

@@ -45,7 +45,7 @@ def secret() -> bytes:
                 os.close(file)
         except OSError as error:
             raise UserError("JAXTRAIN_SECRET_FILE", f"{path} cannot be read ({error.strerror})", _FIX) from None
-        if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
+        if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077 or about.st_uid not in (0, os.geteuid()):
             raise UserError("JAXTRAIN_SECRET_FILE", f"{path} can be read by others, or is not a plain file", _FIX)
     else:
         found = os.environ.get("JAXTRAIN_SECRET", "").encode()

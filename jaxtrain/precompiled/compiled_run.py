@@ -19,9 +19,6 @@ def load(run: Run, folder: str | Path) -> str:
         UserError: the folder is not signed with the run's secret, or was compiled for something else.
     """
     assert isinstance(run.mesh, Mesh)
-    if run.config.resilience.elastic:
-        raise UserError("--compiled", "with resilience.elastic the run may change its mesh, and the programs are for "
-                        "one", "leave out one of the two")
     began, folder, devices = time.perf_counter(), Path(folder), list(run.mesh.devices.flat)
     wanted, manifest = programs.wanted(run, run.mesh), signed_folder.read(folder)
     if other := requirements.difference(manifest["made_for"], requirements.of(run, devices)):

@@ -47,6 +47,9 @@ def wanted(run: Run, mesh: Mesh) -> list[Wanted]:
     if identity.has_own_parts(run):
         raise UserError("--compiled", "the model, the objective, the optimizer or an extension is your own, and it is "
                         "not known whether their code is the same", "leave it out")
+    if run.config.resilience.elastic:
+        raise UserError("--compiled", "with resilience.elastic the run may change its mesh, and the programs are for "
+                        "one", "leave out one of the two")
     shapes, sharded = shapes_of(run), run.sharded
     assert isinstance(shapes, DeclaredShapes)
 

@@ -1,11 +1,12 @@
 """Compare what compiled programs depend on with what a run has, and name the first difference in a sentence."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import platform
 from collections.abc import Sequence
-from importlib.metadata import distributions
+from importlib.metadata import distributions, entry_points
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 # How the names of packages begin that compile for a kind of device, or that what they compile calls.
 _COMPILERS: dict[str, tuple[str, ...]] = {"gpu": ("jax-cuda", "jax-rocm", "nvidia-cudnn"), "tpu": ("libtpu",)}
 _OF_JAX = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision",
-           "jax_numpy_dtype_promotion", "jax_softmax_custom_jvp")
+           "jax_numpy_dtype_promotion", "jax_softmax_custom_jvp", "jax_random_seed_offset")
 _NOT_OF_PROGRAMS = ("--xla_force_host_platform_device_count", "--xla_gpu_autotune", "--xla_gpu_load_autotune",
                     "--xla_gpu_dump_autotune", "--xla_dump")
 # Keys that no compiled program depends on; all others must be equal. Sizes of the mesh are compared as it is.
@@ -47,6 +48,7 @@ def of(run: Run, devices: Sequence[jax.Device]) -> JsonObject:
         "packages": {name: version_of(name) for name in (*_PACKAGES, *_installed(kind))},
         "python": ".".join(platform.python_version_tuple()[:2]),
         "code": _code(),
+        "plug_ins": _plug_ins(),
         "settings of JAX": {name: f"{getattr(jax.config, name, None)}" for name in _OF_JAX},
         "config": {f"{section}.{key}": value for section, keys in redacted(identity.settings(run)).items()
                    for key, value in keys.items() if not _free(section, key)},
@@ -64,21 +66,25 @@ def difference(there: JsonMapping, here: JsonMapping) -> str:
     """Return in words the first thing that differs between what programs were compiled for and a run; "": nothing."""
     for key, what in (("platform", "the platform"), ("device_kind", "devices of the kind"),
                       ("processor", "a CPU with the features")):
-        if there[key] != here[key]:
-            return f"for {what} {there[key]}, and here it is {here[key]}"
+        if there.get(key) != here[key]:
+            return f"for {what} {there.get(key)}, and here it is {here[key]}"
     if there["mesh"] != here["mesh"]:
         return f"for the mesh {_sizes(there['mesh'])}, and here it is {_sizes(here['mesh'])}"
     for place, (one, other) in enumerate(zip(there["devices"], here["devices"], strict=True)):
         if one != other:
             return (f"for another topology: device {place} of the mesh is number {one[0]} at {one[1]} there, and "
                     f"number {other[0]} at {other[1]} here")
-    for name, version in there["packages"].items():
-        if version != here["packages"].get(name):
-            return f"with {name} {version}, and here is {here['packages'].get(name) or 'none'}"
+    for name in dict.fromkeys([*there["packages"], *here["packages"]]):
+        one, other = (found["packages"].get(name) or "none" for found in (there, here))
+        if one != other:
+            return f"with {name} {one}, and here is {other}"
     if there["python"] != here["python"]:
         return f"with Python {there['python']}, and here is {here['python']}"
     if there["code"] != here["code"]:
         return f"by other code of jaxtrain ({there['code'][:12]}, and here is {here['code'][:12]})"
+    for name in dict.fromkeys([*there.get("plug_ins", {}), *here["plug_ins"]]):
+        if there.get("plug_ins", {}).get(name) != here["plug_ins"].get(name):
+            return f"with other code of the package {name}, which extends jaxtrain"
     for name, value in there["settings of JAX"].items():
         if value != here["settings of JAX"].get(name):
             return f"with {name}={value}, and here it is {here['settings of JAX'].get(name)}"
@@ -112,7 +118,23 @@ def _installed(kind: str) -> list[str]:
 
 def _code() -> str:
     """Return the sha256 of jaxtrain's own source: a commit says nothing of what was edited since."""
-    found, root = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
+    return _hash_of(Path(__file__).parents[1])
+
+
+def _plug_ins() -> dict[str, str]:
+    """Return the sha256 of the source of each installed package that extends jaxtrain, whether the config uses it or
+    not.
+    """
+    groups = sorted(group for group in entry_points().groups if group.startswith("jaxtrain."))
+    names = {one.module.partition(".")[0] for group in groups for one in entry_points(group=group)}
+    found = {name: importlib.util.find_spec(name) for name in sorted(names)}
+    return {name: _hash_of(Path(spec.submodule_search_locations[0] if spec.submodule_search_locations else
+                                f"{spec.origin}")) for name, spec in found.items() if spec}
+
+
+def _hash_of(root: Path) -> str:
+    """Return the sha256 of a module's source, or of all in a package."""
+    found = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
         found.update(f"{path.relative_to(root).as_posix()}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()

@@ -32,10 +32,11 @@ def check_free(folder: Path, overwrite: bool) -> None:
     """Make a folder to write to; refuse one that has something else in it, or compiled programs without `overwrite`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        found = sorted(path.name for path in folder.iterdir())
+        found = sorted(path.name for path in folder.iterdir() if path.is_file())
+        folders = [path.name for path in folder.iterdir() if not path.is_file()]
     except OSError as error:
         raise UserError("--output", f"{folder} cannot be written ({error.strerror})", "give another folder") from None
-    if others := [name for name in found if name != MANIFEST and not name.endswith(".program")]:
+    if others := folders + [name for name in found if name != MANIFEST and not name.endswith(".program")]:
         raise UserError("--output", f"{folder} has other files in it, such as {others[0]}", "give an empty folder")
     if MANIFEST in found and not overwrite:
         raise UserError("--output", f"{folder} has compiled programs in it", "give another folder, or --overwrite")

@@ -101,12 +101,17 @@ def _function(inner: core.ClosedJaxpr | core.Jaxpr) -> Callable[..., list[jax.Ar
     return lambda *args: _evaluate(jaxpr, consts, args)
 
 
+def parts_of_scan(eqn: core.JaxprEqn) -> tuple[int, int]:
+    """Return how many arguments of a scan are the same in all rounds, and how many it carries from one to the next."""
+    if "ft_in" in eqn.params:  # since JAX 0.12
+        fixed, carried, _ = map(len, eqn.params["ft_in"].unpack())
+        return fixed, carried
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
 def _scan(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
     p = eqn.params
-    if "ft_in" in p:  # since JAX 0.12
-        fixed, carried, _ = map(len, p["ft_in"].unpack())
-    else:
-        fixed, carried = p["num_consts"], p["num_carry"]
+    fixed, carried = parts_of_scan(eqn)
     consts, first, xs = args[:fixed], args[fixed:fixed + carried], args[fixed + carried:]
 
     def body(carry, x):

@@ -36,7 +36,7 @@ def own_parts(run: Run, recorded: JsonMapping) -> JsonObject:
 def has_own_parts(run: Run) -> bool:
     """Return whether the model, the objective, the optimizer or an extension is not the config's."""
     return (run.own is not None or bool(_given(run)) or run.sharded.settings.schedule is None
-            or type(run.objective) is not type(configured(run.config, _model(run))))
+            or describe_objective(run.objective, {}) != describe_objective(configured(run.config, _model(run)), {}))
 
 
 def manifests(run: Run) -> dict[str, str]:

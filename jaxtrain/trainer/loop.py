@@ -86,8 +86,10 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer))), Path(workdir))
         say(preflight.check(run))
         if compiled:
+            from jaxtrain.distributed.authentication import find_secret
             from jaxtrain.precompiled import compiled_run  # few runs are compiled ahead
 
+            find_secret(Path(workdir))
             say(compiled_run.load(run, compiled))
         processes.connect(limits.start_limit)
         runinfo.make_workdir(workdir)

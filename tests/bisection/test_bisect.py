@@ -73,6 +73,24 @@ def test_runs_of_ones_own_model(capsys):
     assert one.cause == bisecting.ROUNDING and "by rounding only" in f"{one}"
 
 
+def test_a_batch_and_a_mesh_behind_rounding():
+    """What differs later than rounding, and a collective that only one of two runs on the same mesh lacks."""
+    changed = parts(data=jt.BatchFunction(lambda step: batch(step, changed=2)),
+                    loss_fn=lambda model, batch: loss_fn(model, jax.tree.map(lambda x: x[::-1], batch)))
+    one = found(of_b=changed)
+    assert one.cause == bisecting.BATCH and one.step == 3
+    nan = parts(loss_fn=lambda model, batch: loss_fn(model, batch) * jnp.nan)
+    assert found(nan, nan).cause == bisecting.SAME
+
+    def lacking(model, batch):
+        size = jax.sharding.get_abstract_mesh().shape.get("data", 1)
+        return loss_fn(model, batch) / size
+
+    mesh = config(**{"mesh.data": 2})
+    one = found(parts(), parts(loss_fn=lacking), mesh, mesh)
+    assert one.cause == bisecting.MESH and one.text.startswith("B does not")
+
+
 def test_a_mesh_that_sums_once_too_often():
     def summed(times):
         def loss(model, batch):
@@ -98,13 +116,17 @@ class Faulty(jt.Extension):
 
 
 @pytest.mark.slow
-def test_a_record_that_no_step_gives(tmp_path, capsys):
+def test_a_record_that_no_step_gives(tmp_path, monkeypatch):
     """A run whose memory was faulty after step 5, which nothing but what it recorded shows."""
     with devices(1):
         for name, more in (("right", []), ("faulty", [Faulty()])):
             run = jt.build(config(**{"train.steps": 8, "checkpoint.every": 3}), **parts(extensions=more))
             jt.train(run, tmp_path / name)
-        one = jt.bisect(tmp_path / "right", tmp_path / "faulty", parts=(parts(), parts(extensions=[Faulty()])))
+        monkeypatch.chdir(tmp_path)
+        one = jt.bisect("right", "faulty", parts=(parts(), parts()))
+        assert jt.bisect(tmp_path / "right", tmp_path / "right", parts=(parts(), parts())).cause == bisecting.SAME
+        unknown = jt.bisect(tmp_path / "right", tmp_path / "faulty", parts=(parts(), parts(extensions=[Faulty()])))
+        assert unknown.cause == bisecting.UNKNOWN and "Faulty changes the state between steps" in unknown.text
     assert one.cause == bisecting.RECORD and one.step == 6 and "faulty does not compute what it recorded" in one.text
     with pytest.raises(jt.UserError, match=r"trained with parts of your own"):
         jt.bisect(tmp_path / "right", tmp_path / "faulty")

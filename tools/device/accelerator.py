@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,6 +37,7 @@ from tools.device.accelerator_blocks import BLOCKS, Block, Session  # noqa: E402
 
 LEAST = 15  # seconds: with less left, no block is begun
 RUNNING: set[int] = set()  # the processes of blocks
+ENDED = threading.Event()
 REHEARSAL = 400.0  # seconds of a block at most: a slow machine is not a typo
 
 
@@ -48,7 +50,8 @@ def main(argv: list[str] | None) -> None:
     if flags.child:
         work(blocks[0], Session(results, blocks[0].name, flags.rehearse, json.loads(flags.about)), flags.reason)
         return
-    signal.signal(signal.SIGTERM, end_all)
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, end_all)
     records.writable(results, "--results")
     end = time.monotonic() + 60 * flags.minutes
     here = records.about_elsewhere("python tools/device/accelerator.py")
@@ -98,6 +101,8 @@ def run(block: Block, results: Path, rehearse: bool, seconds: float, here: recor
         # A group of its own: at the limit all that the block has started is ended with it.
         process = subprocess.Popen(command, cwd=ROOT, env=environment(shared), process_group=0)
         RUNNING.add(process.pid)
+        if ENDED.is_set():  # in between
+            end_group(process.pid)
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -117,11 +122,12 @@ def end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def end_all(*_: object) -> None:
+def end_all(number: int, _: object) -> None:
     """End this program and the blocks that run: their threads wait for them, and the program's exit for the threads."""
+    ENDED.set()
     for leader in tuple(RUNNING):
         end_group(leader)
-    sys.exit(143)
+    sys.exit(128 + number)
 
 
 def work(block: Block, session: Session, reason: str) -> None:

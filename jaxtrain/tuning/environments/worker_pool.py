@@ -132,7 +132,9 @@ class WorkerPool:
         self._python, self.name, self._options, self._timeout_s, self._memory, self._masks = (
             python, named, options, timeout_s, memory, masks)
         self._workers: list[_Worker | None] = [None] * workers
-        self._lock, self._ending = threading.RLock(), False  # with a sampler elsewhere, turns are asked on its thread
+        self._lock = threading.RLock()  # with a sampler elsewhere, turns are asked on its thread
+        self._ends = 0  # how often all processes were ended
+        self._starting: _Worker | None = None
         weakref.finalize(self, _end, self._workers)  # at Python's exit too
 
     def tasks(self) -> list[JsonObject]:
@@ -142,10 +144,11 @@ class WorkerPool:
 
     def turns(self, asked: Sequence[Asked]) -> list[Turn]:
         """Return the next turn of each conversation."""
+        ends = self._ends
         with self._lock:
-            return self._turns(asked)
+            return self._turns(asked, ends)
 
-    def _turns(self, asked: Sequence[Asked]) -> list[Turn]:
+    def _turns(self, asked: Sequence[Asked], ends: int) -> list[Turn]:
         found: dict[int, Turn] = {}
         waiting: list[deque[_Question]] = [deque() for _ in self._workers]
         for place, one in enumerate(asked):
@@ -153,13 +156,11 @@ class WorkerPool:
             waiting[place % len(waiting) if keeper is None else keeper].append(_Question(place, one))
         try:
             while len(found) < len(asked):
-                self._hand_out(waiting)
-                if self._ending:
-                    raise _Ended
+                self._hand_out(waiting, ends)
                 for at, turn in self._heard(waiting):
                     found[at] = turn
         except BaseException:  # those that are at work would give an old answer next
-            self.end()
+            _end(self._workers)
             raise
         return [found[place] for place in range(len(asked))]
 
@@ -175,16 +176,17 @@ class WorkerPool:
 
     def end(self) -> None:
         """End all processes, and with them turns that another thread waits for; they are started again when needed."""
-        self._ending = True
-        for worker in filter(None, tuple(self._workers)):
+        self._ends += 1
+        for worker in filter(None, (*self._workers, self._starting)):
             worker.send_kill()
         with self._lock:
             _end(self._workers)
-            self._ending = False
 
-    def _hand_out(self, waiting: Sequence[deque[_Question]]) -> None:
+    def _hand_out(self, waiting: Sequence[deque[_Question]], ends: int) -> None:
         """Give each worker that has nothing to do the next of its questions."""
         for at, questions in enumerate(waiting):
+            if self._ends != ends:
+                raise _Ended
             worker = self._workers[at]
             if not questions or (worker and worker.asked):
                 continue
@@ -262,7 +264,7 @@ class WorkerPool:
             ours.close()
             raise UserError("rl.environment_python", f"{self._python or sys.executable} cannot be started ({error})",
                             "give the path of a Python") from error
-        worker = _Worker(process, ours)
+        worker = self._starting = _Worker(process, ours)
         try:
             worker.send({"name": self.name, "options": self._options, "limit": self._memory, "tasks": tasks}, SETUP_S)
             while (answer := worker.received() if _readable(worker) else None) is None:

@@ -38,7 +38,7 @@ class Sampler(Protocol):
         ...
 
     def stop(self) -> None:
-        """Want nothing any more of what was asked for; `forget` comes next."""
+        """Cancel outstanding requests; return at once."""
         ...
 
     def forget(self) -> None:

@@ -77,7 +77,7 @@ class RemoteAnswers:
         return self.sampler.ask(many, asking, weights, recorded)
 
     def stop(self) -> None:
-        """Want nothing any more of what was asked for."""
+        """Cancel outstanding requests; return at once."""
         self.sampler.stop()
 
     def forget(self) -> None:

@@ -76,7 +76,7 @@ class RemoteSampler:
         return Awaited(many, future)
 
     def stop(self) -> None:
-        """Want nothing any more of what was asked for; what is under way ends soon."""
+        """Cancel outstanding requests; return at once."""
         self._stop.set()
         self._queue.put(None)
 
@@ -95,6 +95,8 @@ class RemoteSampler:
     def _work(self, asked: "queue.SimpleQueue[_Job | None]", stop: threading.Event) -> None:
         while (job := asked.get()) is not None:
             try:
+                if stop.is_set():
+                    raise _Stopped
                 answers = self._made(job, stop)
                 if stop.is_set():
                     raise _Stopped
@@ -107,13 +109,22 @@ class RemoteSampler:
 
     def _made(self, job: _Job, stop: threading.Event) -> list[Generated]:
         """Return all answers of a job; raise UserError if they are not there in time."""
-        server, tokens, seconds = replace(self.server, until=time.monotonic() + self.timeout_s), 0, 0.0
+        start = time.monotonic()
+        server, tokens, seconds = replace(self.server, until=start + self.timeout_s), 0, 0.0
 
         def answering(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Generated]:
             nonlocal tokens, seconds
             began = time.monotonic()
             questions = [Question(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-            found = self._answers(server, job, questions, stop)
+            elsewhere = began - start - seconds  # what an environment took
+            try:
+                found = self._answers(server, job, questions, stop)
+            except UserError as error:
+                if error.key == KEY and elsewhere > self.timeout_s / 2 and time.monotonic() >= start + self.timeout_s:
+                    raise UserError("rl.sampler_timeout_s", f"the conversations of a step took longer than "
+                                    f"{self.timeout_s:g} s, of which rl.environment took {elsewhere:.1f} s",
+                                    "raise it, or rl.environment_workers") from None
+                raise
             seconds += time.monotonic() - began
             tokens += sum(len(one.tokens) + (one.end is not None) for one in found)
             return found

@@ -95,8 +95,6 @@ class ServedModel:
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Have an adapter under a name, besides the model and other adapters."""
-        if len({*self._adapters, name}) > ADAPTERS:
-            raise UserError("lora_name", f"{ADAPTERS} adapters are loaded already", "unload one first")
         self._between(lambda: self._load_adapter(name, folder))
 
     def unload_adapter(self, name: str) -> None:
@@ -208,6 +206,9 @@ class ServedModel:
         run = self._lora_runs.pop(kind, None) or builder.build(replace(config, lora=section), mesh=self._run.mesh)
         self._lora_runs = dict([*self._lora_runs.items(), (kind, run)][-KINDS:])  # whose programs are compiled once
         found = adapter_files.load(folder, config.model, section, lora.adapters(abstract_model(run)), base)
+        self._adapters.pop(name, None)
+        while len(self._adapters) >= ADAPTERS:  # the oldest: whose run has been started again, or is over
+            del self._adapters[next(iter(self._adapters))]
         self._adapters[name] = run, trained_model.with_params(run, partition.merge(base, found))
 
 
