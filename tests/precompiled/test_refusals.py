@@ -11,11 +11,14 @@ import shutil
 import jax
 import pytest
 
+from jaxtrain import api
 from jaxtrain.builder import build
 from jaxtrain.distributed import authentication
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.precompiled import compiled_run, compiling, executables, signed_folder
+from jaxtrain.precompiled import compiled_run, compiling, executables, programs, requirements, signed_folder
+from jaxtrain.run.made_of_sections import configured
+from tests.plug_in_package import importable, install
 from tests.tiny import ROOT, devices
 
 
@@ -253,3 +256,24 @@ def test_a_job_starts_with_compiled_programs(tmp_path, capsys):
                         "--config.train.steps=3"]) == 0
     out = capsys.readouterr().out
     assert f"--config.train.steps=3 --compiled={os.getcwd()}/shipped --workdir={tmp_path}" in out
+
+
+def test_the_code_of_other_packages_counts(tmp_path):
+    """Also of a package that the config does not name: it may register a part of the same name."""
+    points = {"jaxtrain.schedules": {"steep": "steep_slopes:steep"}}
+    source = "def steep(config): return lambda n: 1.0\n"
+    site = install(tmp_path / "site", "steep-slopes", points, {"steep_slopes": source})
+    with importable(site):
+        before = requirements._plug_ins()
+        assert "steep_slopes" in before
+        (site / "steep_slopes.py").write_text(source.replace("1.0", "2.0"))
+        assert requirements._plug_ins()["steep_slopes"] != before["steep_slopes"]
+
+
+def test_an_objective_with_other_numbers_is_ones_own(made):
+    config = made().config
+    with devices(1):
+        run = api.build(config, objective=lambda config, model: dataclasses.replace(
+            configured(config, model), z_loss=1.0))
+    with pytest.raises(UserError, match=r"--compiled: the model, the objective, .* is your own"):
+        programs.wanted(run, run.mesh)

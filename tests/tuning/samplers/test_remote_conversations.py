@@ -31,16 +31,20 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "deaths"
 
+def hang(where):
+    if (FOLDER / f"hang in {where}").exists():
+        (FOLDER / "hangs").touch()
+        time.sleep(3000)
+
 class Counts:
     def reset(self, record, seed):
         self.said, self.turns, self.seed = [], record["turns"], seed
+        hang("reset")
         return f"begin {seed % 7}"
 
     def step(self, answer):
         self.said.append(answer)
-        if (FOLDER / "hang").exists():
-            (FOLDER / "hangs").touch()
-            time.sleep(1000)
+        hang("step")
         if FOLDER.exists():
             try:
                 (FOLDER / f"{self.seed}-{'-'.join(self.said)}").touch(exist_ok=False)
@@ -137,9 +141,13 @@ def test_kills_of_the_server_and_of_environments_change_nothing(run, server, fil
     assert records(files / "storm") == records(files / "calm")
 
 
-def test_it_ends_at_once_while_an_environment_hangs(run, server, files):  # noqa: F811
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_it_ends_at_once_while_an_environment_hangs(server, files, where):  # noqa: F811
+    """Also with answers of a later step outstanding, and none of its processes is started again."""
     (files / "deaths").mkdir()
-    (files / "deaths" / "hang").touch()
+    (files / "deaths" / f"hang in {where}").touch()
+    run = jt.build(config(files, rl__staleness=1, rl__reward_timeout_s=1000.0, resilience__hang_floor=1e5),
+                   devices=jax.devices()[:1])
     data = begun(run, server, files)
     data.see(0, 0)
 
@@ -147,14 +155,16 @@ def test_it_ends_at_once_while_an_environment_hangs(run, server, files):  # noqa
         with contextlib.suppress(BaseException):
             data[0]
 
-    asking = threading.Thread(target=ask, daemon=True)
+    asking, ending = (threading.Thread(target=one, daemon=True) for one in (ask, data.forget))
     asking.start()
     while not (files / "deaths" / "hangs").exists():
         assert asking.is_alive()
         time.sleep(0.01)
-    data.forget()
+    ending.start()
+    ending.join(60)
     asking.join(60)
-    assert not asking.is_alive() and not (files / "rollouts").exists()
+    assert not ending.is_alive() and not asking.is_alive() and not (files / "rollouts").exists()
+    assert data.environment._workers == [None] * len(data.environment._workers)
 
 
 @pytest.mark.exhaustive
