@@ -137,17 +137,19 @@ def _redo(flags: argparse.Namespace, run: "TracedRun", seen: Sequence[Sequence["
     """Tell what to do so that the run has nothing of what was found, or have it skip the batches to come."""
     from jaxtrain.runs import trace_report
 
+    rows = [one for some in seen for one in some]
+    unused = run.unused_with(rows)
     if flags.skip:
         if run.batches is None:
             raise UserError("--skip", f"{flags.where} is a corpus, without a run", "give a workdir or a config")
         skipped = run.skip(stretches, Path(flags.skip))
-        tell_json({"skipped_from_now_on": skipped}) if flags.json else tell(
-            trace_report.skipped_text(run, skipped, flags.skip))
+        tell_json({"skipped_from_now_on": skipped, "unused_checkpoints": unused}) if flags.json else tell("\n".join(
+            [trace_report.skipped_text(run, skipped, flags.skip), *trace_report.unused_text(run, unused)]))
     elif run.batches is not None:
-        redo = run.redo([one for some in seen for one in some])
+        redo = run.redo(rows)
         if flags.json:
-            tell_json(trace_report.redo_json(run, redo, again))
-        elif lines := trace_report.redo_text(run, redo, again):
+            tell_json(trace_report.redo_json(run, redo, again, unused))
+        elif lines := trace_report.redo_text(run, redo, again, unused):
             tell("\n".join(lines))
 
 
