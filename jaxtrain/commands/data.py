@@ -92,8 +92,9 @@ def _text(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     from jaxtrain.runs import trace_report, traced_run
 
     run = _with_text(traced_run.open_traced(flags.where, overrides), "--text")
-    matches = sorted((one for some in searched(run.data, run.corpus, TextSearch(flags.text.encode()), SPLITS,
-                                               _workers(flags)) for one in some), key=trace_report.in_order)
+    search = TextSearch(flags.text.encode(errors="surrogateescape"))  # the bytes that the shell gave
+    matches = sorted((one for some in searched(run.data, run.corpus, search, SPLITS, _workers(flags)) for one in some),
+                     key=trace_report.in_order)
     seen = _seen(run, [one.stretch if one.document.split == "train" else None for one in matches])
     for one, rows in zip(matches, seen, strict=True):
         _tell(flags, trace_report.match_json(run, one, rows), trace_report.match_text(run, one, rows))

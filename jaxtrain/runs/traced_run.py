@@ -4,8 +4,9 @@ Steps count from 0, as `jaxtrain inspect` shows them; metrics.jsonl has what was
 and checkpoint n has the steps below n.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,12 +118,13 @@ class TracedRun:
             the batches that it did not skip before.
 
         Raises:
-            UserError: the newest checkpoint has them already.
+            UserError: the newest checkpoint has them already, or the workdir cannot be written.
         """
         own = self.workdir is not None and workdir.absolute() == self.workdir.absolute()
-        if not own and (workdir / "config.json").exists():
-            raise UserError("--skip", f"{workdir} has another run", "give this run's workdir, or a new one")
-        workdir.mkdir(parents=True, exist_ok=True)
+        with _writing(workdir):
+            if not own and (workdir / "config.json").exists():
+                raise UserError("--skip", f"{workdir} has another run", "give this run's workdir, or a new one")
+            workdir.mkdir(parents=True, exist_ok=True)
         saved = max(verify.steps(workdir / "checkpoints"), default=0)
         with locked(workdir, 0) as other:
             if other:
@@ -137,7 +139,8 @@ class TracedRun:
                 if len(record.batches) > MOST * max(1, self.steps):
                     raise UserError("--skip", "nearly every batch has it", "prepare the corpus again without it")
             if record != before:
-                record.write(workdir)
+                with _writing(workdir):
+                    record.write(workdir)
         return tuple(sorted({*record.batches} - {*before.batches}))
 
     def _skipping(self, record: SkippedBatches) -> "TracedRun":
@@ -151,6 +154,15 @@ class TracedRun:
         before = max((step for step in self.checkpoints if self.skipped.reach(step) <= batch), default=None)
         return ("give a new workdir, to train in again from the start" if before is None else
                 f"first go back: jaxtrain checkpoint restore-to {self.workdir} {before}")
+
+
+@contextlib.contextmanager
+def _writing(workdir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError("--skip", f"{workdir} cannot be written ({error.strerror or error})",
+                        "give this run's workdir, or a new one") from None
 
 
 def open_traced(where: str, overrides: JsonObject | None = None, done: int | None = None) -> TracedRun:

@@ -219,9 +219,14 @@ def test_mistakes(work, made, capsys, tmp_path):
             ([made / "corpus", "--document=1", "--config.data.seq_len=8"], "is a corpus, which has no config"),
             ([made / "corpus", "--document=1", "--skip", work], "without a run"),
             ([work, "--eval=/nope", "--skip", work], "--skip: an evaluation set"),
+            ([work, "--document=1", "--skip", "/proc/x"], "--skip: /proc/x cannot be written (No such file"),
+            ([work, "--document=1", "--skip", made / "a.jsonl"], "a.jsonl cannot be written (File exists)"),
+            ([work, "--document=1", "--skip", made / "a.jsonl/x"], "x cannot be written (Not a directory)"),
+            ([work, "--document", next(iter(by_look(work))), "--skip", "/proc/self"], "--skip: /proc/self cannot be written ("),
             ([work, "--eval=/nope"], "--eval: /nope cannot be read"),
             ([work, "--document=1", "--stop"], "there is no such flag")):
         assert words in ran(capsys, *argv, status=2)
+    assert "no document has exactly this text" in ran(capsys, made / "corpus", "--text=\udcff")  # $'\\xff' of a shell
     assert "document 1: a.jsonl byte " in ran(capsys, made / "corpus", "--document=1")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/manifest.json").write_text("{")
