@@ -172,6 +172,8 @@ def test_a_text_and_an_evaluation_set(work, capsys, made, tmp_path):
     assert summary["seen_by_steps_done"] == len(trained) > 0
     shown = ran(capsys, work, "--eval", tmp_path / "items.jsonl", "--ngram=8")
     assert f"21 items: {summary['exact']} share 8 words in a row" in shown and " done, " in shown
+    short = ran(capsys, work, "--eval", tmp_path / "items.jsonl", "--ngram=40")  # no item has so many words
+    assert " share 40 words in a row, or all of an item that has fewer, with a training document, " in short
     alone = ran(capsys, made / "corpus", "--eval", tmp_path / "items.jsonl", "--ngram=8", "--json")
     assert [item["verdict"] for item in alone[:-1]] == [item["verdict"] for item in items]
     assert not any("steps_done" in place for item in alone[:-1] for place in item["found_in"])
@@ -222,7 +224,7 @@ def test_mistakes(work, made, capsys, tmp_path):
             ([work, "--document=1", "--skip", "/proc/x"], "--skip: /proc/x cannot be written (No such file"),
             ([work, "--document=1", "--skip", made / "a.jsonl"], "a.jsonl cannot be written (File exists)"),
             ([work, "--document=1", "--skip", made / "a.jsonl/x"], "x cannot be written (Not a directory)"),
-            ([work, "--document", next(iter(by_look(work))), "--skip", "/proc/self"], "--skip: /proc/self cannot be written ("),
+            ([work, "--document", next(iter(by_look(work))), "--skip", "/proc/self"], "/proc/self cannot be written"),
             ([work, "--eval=/nope"], "--eval: /nope cannot be read"),
             ([work, "--document=1", "--stop"], "there is no such flag")):
         assert words in ran(capsys, *argv, status=2)
