@@ -18,6 +18,7 @@ from jaxtrain.checkpoint import verify
 from jaxtrain.checkpoint.local import pieces, snapshots
 from jaxtrain.checkpoint.local.snapshots import Taken
 from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.checkpoint.step_folders import ABANDONED, DAMAGED
 from jaxtrain.distributed import run_processes
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
@@ -26,9 +27,9 @@ from jaxtrain.files.work_progress import Work
 from jaxtrain.pages.plain_text import age, aligned, in_bytes
 from jaxtrain.redaction import is_hidden
 
-_ASIDE = ".set_aside"
-_ENDINGS = {".damaged": "damaged: found by verification and not used", ".abandoned": "the run went back to before it",
-            _ASIDE: "set aside by restore-to", ".fetching": "not complete: being fetched from the mirror",
+SET_ASIDE = ".set_aside"
+_ENDINGS = {DAMAGED: "damaged: found by verification and not used", ABANDONED: "the run went back to before it",
+            SET_ASIDE: "set aside by restore-to", ".fetching": "not complete: being fetched from the mirror",
             ".orbax-checkpoint-tmp": "not complete: being written, or the run ended meanwhile"}
 _HIDDEN = " as --mirror=URL"
 
@@ -260,13 +261,13 @@ def _turn_back(workdir: Path, directory: Path, folder: Path, step: int, place: s
     _refuse_damaged(directory, folder, step)
     said, undo = [], []
     for newer in [other for other in verify.steps(directory) if other > step]:
-        aside = _free(directory / f"{newer}{_ASIDE}")
+        aside = _free(directory / f"{newer}{SET_ASIDE}")
         (directory / str(newer)).rename(aside)
         said.append(f"checkpoint {newer} is now {aside.name}")
         undo.append(f"mv {aside} {directory / str(newer)}")
     metrics = workdir / "metrics.jsonl"
     if metrics.is_file():
-        kept = _free(metrics.with_name(f"{metrics.name}{_ASIDE}"))
+        kept = _free(metrics.with_name(f"{metrics.name}{SET_ASIDE}"))
         shutil.copy2(metrics, kept)
         said.append(f"metrics.jsonl is cut to step {step} at the next start; all of it is kept as {kept.name}")
         undo.append(f"mv {kept} {metrics}")

@@ -92,8 +92,9 @@ def _text(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     from jaxtrain.runs import trace_report, traced_run
 
     run = _with_text(traced_run.open_traced(flags.where, overrides), "--text")
-    matches = sorted((one for some in searched(run.data, run.corpus, TextSearch(flags.text.encode()), SPLITS,
-                                               _workers(flags)) for one in some), key=trace_report.in_order)
+    search = TextSearch(flags.text.encode(errors="surrogateescape"))  # the bytes that the shell gave
+    matches = sorted((one for some in searched(run.data, run.corpus, search, SPLITS, _workers(flags)) for one in some),
+                     key=trace_report.in_order)
     seen = _seen(run, [one.stretch if one.document.split == "train" else None for one in matches])
     for one, rows in zip(matches, seen, strict=True):
         _tell(flags, trace_report.match_json(run, one, rows), trace_report.match_text(run, one, rows))
@@ -137,17 +138,19 @@ def _redo(flags: argparse.Namespace, run: "TracedRun", seen: Sequence[Sequence["
     """Tell what to do so that the run has nothing of what was found, or have it skip the batches to come."""
     from jaxtrain.runs import trace_report
 
+    rows = [one for some in seen for one in some]
+    unused = run.unused_with(rows)
     if flags.skip:
         if run.batches is None:
             raise UserError("--skip", f"{flags.where} is a corpus, without a run", "give a workdir or a config")
         skipped = run.skip(stretches, Path(flags.skip))
-        tell_json({"skipped_from_now_on": skipped}) if flags.json else tell(
-            trace_report.skipped_text(run, skipped, flags.skip))
+        tell_json({"skipped_from_now_on": skipped, "unused_checkpoints": unused}) if flags.json else tell("\n".join(
+            [trace_report.skipped_text(run, skipped, flags.skip), *trace_report.unused_text(run, unused)]))
     elif run.batches is not None:
-        redo = run.redo([one for some in seen for one in some])
+        redo = run.redo(rows)
         if flags.json:
-            tell_json(trace_report.redo_json(run, redo, again))
-        elif lines := trace_report.redo_text(run, redo, again):
+            tell_json(trace_report.redo_json(run, redo, again, unused))
+        elif lines := trace_report.redo_text(run, redo, again, unused):
             tell("\n".join(lines))
 
 

@@ -139,7 +139,7 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
         started, recorded = saved.get("config", started), recorded or saved
     started = as_named_now(started)
     current = config.to_dict() if keys is None else keys
-    changed, allowed = _changes(workdir, started, current, config, done, may_change, "optimizer" in (parts or {}))
+    changed, allowed = changes_of(workdir, started, current, config, done, may_change, "optimizer" in (parts or {}))
     before = recorded_parts(workdir, saved)  # None: a workdir of an earlier commit does not tell
     if parts is not None and before is not None and (other := difference(before, parts)):
         raise OtherRun("--workdir", f"{workdir} holds a run {other}",
@@ -150,8 +150,8 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     return changed + allowed if started else []
 
 
-def _changes(workdir: Path, started: JsonMapping, current: JsonMapping, config: Config, done: int,
-             may_change: Collection[str], own_optimizer: bool) -> tuple[list[JsonObject], list[JsonObject]]:
+def changes_of(workdir: Path, started: JsonMapping, current: JsonMapping, config: Config, done: int,
+               may_change: Collection[str], own_optimizer: bool) -> tuple[list[JsonObject], list[JsonObject]]:
     """Return the keys that differ from those of config.json: of data that is to come, and those that `may_change`.
 
     Raises:

@@ -118,7 +118,10 @@ def as_text(run: TracedRun, made: Sequence[JsonObject]) -> Iterator[str]:
             yield where + (f"; {_steps(run, place)}" if run.batches is not None else "")
     if len(dirty) > SHOWN:
         yield f"and {len(dirty) - SHOWN:,} more items; --json lists all"
-    yield (f"{summary['items']:,} items: {summary['exact']:,} share {summary['ngram']} words in a row with a training "
+    ngram = summary["ngram"]
+    whole = ", or all of an item that has fewer," if any(
+        one["verdict"] == "exact" and one["words"] < ngram for one in items) else ""
+    yield (f"{summary['items']:,} items: {summary['exact']:,} share {ngram} words in a row{whole} with a training "
            f"document, {summary['near']:,} are near duplicates, {summary['clean']:,} are clean, "
            f"{summary['short']:,} too short to judge")
 

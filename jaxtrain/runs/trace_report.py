@@ -121,9 +121,12 @@ def _steps(count: int) -> str:
     return f"{count:,} step{'s' * (count != 1)}"
 
 
-def redo_json(run: TracedRun, redo: Redo | None, again: Sequence[str]) -> JsonObject:
-    """Return what to do so that the run has nothing of the documents, as an object; `again`: as `commands` takes it."""
-    found: JsonObject = {"steps": run.steps, "done": run.done, "redo": None}
+def redo_json(run: TracedRun, redo: Redo | None, again: Sequence[str], unused: Sequence[str]) -> JsonObject:
+    """Return what to do so that the run has nothing of the documents, as an object.
+
+    `again`: as `commands` takes it. `unused`: checkpoints that have them, and that the run no longer uses.
+    """
+    found: JsonObject = {"steps": run.steps, "done": run.done, "unused_checkpoints": list(unused), "redo": None}
     if redo is not None:
         found["redo"] = {"first_seen": redo.first, "from_step": redo.checkpoint or 0, "to_step": redo.done - 1,
                          "checkpoint": redo.checkpoint, "checkpoints_that_have_it": list(redo.newer),
@@ -131,11 +134,12 @@ def redo_json(run: TracedRun, redo: Redo | None, again: Sequence[str]) -> JsonOb
     return found
 
 
-def redo_text(run: TracedRun, redo: Redo | None, again: Sequence[str]) -> list[str]:
-    """Return lines about what to do so that the run has nothing of the documents."""
+def redo_text(run: TracedRun, redo: Redo | None, again: Sequence[str], unused: Sequence[str]) -> list[str]:
+    """Return lines about what to do so that the run has nothing of the documents; arguments as of `redo_json`."""
     if run.workdir is None:
         return []
-    before = [f"The run began with {run.init_from}, which may have seen it before."] if run.init_from else []
+    before = unused_text(run, unused)
+    before += [f"The run began with {run.init_from}, which may have seen it before."] if run.init_from else []
     if redo is None:
         return [f"No step that is done saw it{'.' if before else ': the state of the run has nothing of it.'}", *before]
     start = redo.checkpoint or 0
@@ -149,6 +153,12 @@ def redo_text(run: TracedRun, redo: Redo | None, again: Sequence[str]) -> list[s
                  f"Checkpoint {redo.checkpoint} is the last one from before. To go back and skip batches with it:")
     lines += [f"  {line}" for line in commands(run, redo, again)]
     return lines + before
+
+
+def unused_text(run: TracedRun, unused: Sequence[str]) -> list[str]:
+    """Return a line about the checkpoints that the run no longer uses, but that have what is to be deleted."""
+    return [f"The run no longer uses these checkpoints, which have it or may have it; delete them too: "
+            f"{', '.join(f'{run.workdir}/checkpoints/{name}' for name in unused)}"] if unused else []
 
 
 def commands(run: TracedRun, redo: Redo, again: Sequence[str]) -> list[str]:

@@ -4,8 +4,9 @@ Steps count from 0, as `jaxtrain inspect` shows them; metrics.jsonl has what was
 and checkpoint n has the steps below n.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +28,10 @@ from jaxtrain.data.tracing.stretches import Stretch
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import LARGE, user_json
+from jaxtrain.run.runinfo import OtherRun, changes_of
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.runs.run_index import TAIL
+from jaxtrain.runs.unused_checkpoints import UnusedCheckpoint, turned_back, unused_checkpoints
 
 MOST = 8  # batches that are skipped for each step of the run
 
@@ -74,6 +77,7 @@ class TracedRun:
     workdir: Path | None = None  # None: the run has not begun
     skipped: SkippedBatches = dataclasses.field(default_factory=SkippedBatches)
     checkpoints: tuple[int, ...] = ()  # that are good
+    unused: tuple[UnusedCheckpoint, ...] = ()
     init_from: str = ""  # where its parameters came from
     text: bool = True  # whether documents are text; otherwise each is a prepared sequence
 
@@ -102,6 +106,11 @@ class TracedRun:
         return Redo(min(past), self.done, max(before, default=None),
                     tuple(step for step in self.checkpoints if step > min(past)))
 
+    def unused_with(self, seen: Sequence[Seen]) -> tuple[str, ...]:
+        """Return the names of the checkpoints that the run no longer uses, but that may have what was seen."""
+        batches = sorted({one.batch for one in seen if not one.lost})
+        return tuple(one.name for one in self.unused if one.may_have(batches))
+
     def skip(self, stretches: Sequence[Stretch], workdir: Path) -> tuple[int, ...]:
         """Have the run in a workdir, its own or a new one, skip all batches to come that have these stretches.
 
@@ -109,12 +118,13 @@ class TracedRun:
             the batches that it did not skip before.
 
         Raises:
-            UserError: the newest checkpoint has them already.
+            UserError: the newest checkpoint has them already, or the workdir cannot be written.
         """
         own = self.workdir is not None and workdir.absolute() == self.workdir.absolute()
-        if not own and (workdir / "config.json").exists():
-            raise UserError("--skip", f"{workdir} has another run", "give this run's workdir, or a new one")
-        workdir.mkdir(parents=True, exist_ok=True)
+        with _writing(workdir):
+            if not own and (workdir / "config.json").exists():
+                raise UserError("--skip", f"{workdir} has another run", "give this run's workdir, or a new one")
+            workdir.mkdir(parents=True, exist_ok=True)
         saved = max(verify.steps(workdir / "checkpoints"), default=0)
         with locked(workdir, 0) as other:
             if other:
@@ -129,7 +139,8 @@ class TracedRun:
                 if len(record.batches) > MOST * max(1, self.steps):
                     raise UserError("--skip", "nearly every batch has it", "prepare the corpus again without it")
             if record != before:
-                record.write(workdir)
+                with _writing(workdir):
+                    record.write(workdir)
         return tuple(sorted({*record.batches} - {*before.batches}))
 
     def _skipping(self, record: SkippedBatches) -> "TracedRun":
@@ -145,10 +156,19 @@ class TracedRun:
                 f"first go back: jaxtrain checkpoint restore-to {self.workdir} {before}")
 
 
+@contextlib.contextmanager
+def _writing(workdir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError("--skip", f"{workdir} cannot be written ({error.strerror or error})",
+                        "give this run's workdir, or a new one") from None
+
+
 def open_traced(where: str, overrides: JsonObject | None = None, done: int | None = None) -> TracedRun:
     """Open the run in a workdir, the run that a config describes, or a corpus alone.
 
-    `done`: how many of the steps are done; None: as many as metrics.jsonl has.
+    `done`: how many of the steps are done; None: as many as metrics.jsonl has, or after `restore-to` the checkpoint.
     """
     if (Path(where) / "config.json").is_file():
         return _recorded(Path(where), overrides or {}, done)
@@ -178,8 +198,15 @@ def _planned(config: Config) -> TracedRun:
 
 def _recorded(workdir: Path, overrides: JsonObject, done: int | None) -> TracedRun:
     run = RecordedRun(workdir, TAIL)
-    config = load_config(workdir / "config.json", overrides)
-    refuse(config, run.run.get("own_parts") or {})
+    config, own_parts = load_config(workdir / "config.json", overrides), run.run.get("own_parts") or {}
+    if overrides:
+        before = load_config(workdir / "config.json").to_dict()
+        try:
+            changes_of(workdir, before, config.to_dict(), config, 0, (), "optimizer" in own_parts)
+        except OtherRun as error:
+            raise UserError("CORPUS_OR_RUN", error.reason, "leave that key out, or trace a config in place of the "
+                            "workdir") from None
+    refuse(config, own_parts)
     planned = _planned(config)
     then = run.run.get("data_manifests") or {}
     if changed := [name for name, now in planned.corpus.manifests.items() if then.get(name, now) != now]:
@@ -187,9 +214,11 @@ def _recorded(workdir: Path, overrides: JsonObject, done: int | None) -> TracedR
                         f"{workdir} was trained on another version of it", "bring that one back")
     directory = workdir / "checkpoints"
     good = tuple(step for step in verify.steps(directory) if verify.good(directory, step) is not None)
-    done = max([run.step, *good]) if done is None else done
+    if done is None:
+        done = max([0 if turned_back(workdir) else run.step, *good])
     return dataclasses.replace(planned, workdir=workdir, checkpoints=good, steps=max(planned.steps, done), done=done,
-                               skipped=SkippedBatches.read(workdir) or SkippedBatches())
+                               skipped=SkippedBatches.read(workdir) or SkippedBatches(),
+                               unused=unused_checkpoints(directory))
 
 
 def refuse(config: Config, own_parts: JsonMapping) -> None:

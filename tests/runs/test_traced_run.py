@@ -130,6 +130,17 @@ def test_a_run_that_skips_a_document(work, capsys):
     assert found == left != truth
     shown = ran(capsys, work, "--document", number)
     assert f"batch {record.batches[0]}, skipped: row" in shown and "No step that is done saw it" in shown
+    assert f" of {back} done" in shown and "the state of the run has nothing of it" not in shown
+    aside = [f"{step}.set_aside" for step in (10, 20, 30) if step > min(truth[number])]
+    summary = ran(capsys, work, "--document", number, "--json")[-1]
+    assert summary["done"] == back and summary["redo"] is None and summary["unused_checkpoints"] == aside
+    assert f"delete them too: {', '.join(f'{work}/checkpoints/{name}' for name in aside)}\n" in shown
+    for name in aside:
+        shutil.rmtree(work / "checkpoints" / name)
+    assert "the state of the run has nothing of it." in ran(capsys, work, "--document", number)
+    lines = (work / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (work / "metrics.jsonl").write_text("".join(lines[:back + 2]))  # it was started again
+    assert f" of {back + 2} done" in ran(capsys, work, "--document", number)
     assert "The run skips all batches" in ran(capsys, work, "--document", number, "--skip", work)
     other = next(one for one in truth if one != number)  # one more, in a new workdir from the start
     new = work.parent / "new"
@@ -161,6 +172,8 @@ def test_a_text_and_an_evaluation_set(work, capsys, made, tmp_path):
     assert summary["seen_by_steps_done"] == len(trained) > 0
     shown = ran(capsys, work, "--eval", tmp_path / "items.jsonl", "--ngram=8")
     assert f"21 items: {summary['exact']} share 8 words in a row" in shown and " done, " in shown
+    short = ran(capsys, work, "--eval", tmp_path / "items.jsonl", "--ngram=40")  # no item has so many words
+    assert " share 40 words in a row, or all of an item that has fewer, with a training document, " in short
     alone = ran(capsys, made / "corpus", "--eval", tmp_path / "items.jsonl", "--ngram=8", "--json")
     assert [item["verdict"] for item in alone[:-1]] == [item["verdict"] for item in items]
     assert not any("steps_done" in place for item in alone[:-1] for place in item["found_in"])
@@ -175,6 +188,20 @@ def test_a_run_that_has_not_begun(work, made, capsys):
     longer = ran(capsys, "configs/gpt.py:tiny", "--document", number, "--json", *keys, "--config.train.steps=0",
                  "--config.train.epochs=3")[0]
     assert len({row["epoch"] for row in longer["seen"]}) == 3
+
+
+def test_a_recorded_run_is_traced_as_it_was(work, made, capsys):
+    """Only what a resumed run may change may be set: other rows, or batches, are not what the run saw."""
+    asked = ran(capsys, work, "--document=1", "--json")
+    for key in ("data.seed=7", "data.seq_len=16", "data.global_batch_size=4", "train.steps=50"):
+        told = ran(capsys, work, "--document=1", f"--config.{key}", status=2)
+        assert told.startswith(f"CORPUS_OR_RUN: {work} holds a run with {key.partition('=')[0]}=")
+        assert f", this config has {key.partition('=')[2]}; leave that key out" in told and told.count("\n") == 1
+    moved = work.parent / "moved"
+    shutil.copytree(made / "corpus", moved)
+    again = ran(capsys, work, "--document=1", "--json", f"--config.data.source={moved}", "--config.data.seq_len=32",
+                "--config.data.prefetch=1")
+    assert again == asked
 
 
 def test_mistakes(work, made, capsys, tmp_path):
@@ -194,9 +221,14 @@ def test_mistakes(work, made, capsys, tmp_path):
             ([made / "corpus", "--document=1", "--config.data.seq_len=8"], "is a corpus, which has no config"),
             ([made / "corpus", "--document=1", "--skip", work], "without a run"),
             ([work, "--eval=/nope", "--skip", work], "--skip: an evaluation set"),
+            ([work, "--document=1", "--skip", "/proc/x"], "--skip: /proc/x cannot be written (No such file"),
+            ([work, "--document=1", "--skip", made / "a.jsonl"], "a.jsonl cannot be written (File exists)"),
+            ([work, "--document=1", "--skip", made / "a.jsonl/x"], "x cannot be written (Not a directory)"),
+            ([work, "--document", next(iter(by_look(work))), "--skip", "/proc/self"], "/proc/self cannot be written"),
             ([work, "--eval=/nope"], "--eval: /nope cannot be read"),
             ([work, "--document=1", "--stop"], "there is no such flag")):
         assert words in ran(capsys, *argv, status=2)
+    assert "no document has exactly this text" in ran(capsys, made / "corpus", "--text=\udcff")  # $'\\xff' of a shell
     assert "document 1: a.jsonl byte " in ran(capsys, made / "corpus", "--document=1")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/manifest.json").write_text("{")

@@ -22,7 +22,7 @@ from jaxtrain.base.annotations import Json
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.data.tracing.document_texts import ReadDocument
 from jaxtrain.data.tracing.found_documents import FoundDocument
-from jaxtrain.data.tracing.word_windows import WORD, Vocabulary, WindowIndex, words_of
+from jaxtrain.data.tracing.word_windows import Vocabulary, WindowIndex, places_of, words_of
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import reason
 
@@ -122,7 +122,7 @@ class EvalSearch:
     def details(self, overlaps: Sequence[Overlap], document: ReadDocument, tokenizer: Tokenizer) -> list[Detail]:
         """Return the details of the overlaps of this document."""
         items, words = self.items(), words_of(document.text)
-        numbers, at = items.vocabulary.numbers(words), [match.span() for match in WORD.finditer(document.text)]
+        numbers, at = items.vocabulary.numbers(words), places_of(document.text)
         theirs = len({*zip(*(words[i:] for i in range(SHINGLE)), strict=False)})
         found = []
         for one in overlaps:

@@ -1,24 +1,44 @@
 """Words of text, and an index of windows of consecutive words that says where documents have them.
 
 Words are runs of letters and digits in lower case, whatever stands between them; a character of a script that is
-written without spaces is a word by itself. Only words of the indexed texts matter, so documents are numbers in NumPy
+written without spaces is a word by itself. Accents and the like are composed first (NFC), so that two ways to write a
+letter are one. Only words of the indexed texts matter, so documents are numbers in NumPy
 after one pass over their words.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 _ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # kana and Chinese characters
-WORD = re.compile(f"[{_ALONE}]|[^\\W_{_ALONE}]+")
+_WORD = re.compile(f"[{_ALONE}]|[^\\W_{_ALONE}]+")
+_JAMO = range(0x1161, 0x1200)  # vowels and final consonants of Korean, which join what is before them as marks do
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text, in order."""
-    return [word.lower() for word in WORD.findall(text)]
+    return [word.lower() for word in _WORD.findall(unicodedata.normalize("NFC", text))]
+
+
+def places_of(text: str) -> list[tuple[int, int]]:
+    """Return where in a text, in characters, each of its words begins and ends."""
+    spans = [match.span() for match in _WORD.finditer(unicodedata.normalize("NFC", text))]
+    if unicodedata.is_normalized("NFC", text):
+        return spans
+    first = [place for place, character in enumerate(text) if not place or not _joins(character)]
+    pieces = list(pairwise([*first, len(text)]))  # of which each is composed by itself
+    places = [piece for piece in pieces for _ in unicodedata.normalize("NFC", text[slice(*piece)])]
+    return [(places[start][0], places[stop - 1][1]) for start, stop in spans]
+
+
+def _joins(character: str) -> bool:
+    """Return whether a character may be composed with what is before it."""
+    return unicodedata.category(character)[0] == "M" or ord(character) in _JAMO
 
 
 class Vocabulary:

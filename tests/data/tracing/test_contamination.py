@@ -2,6 +2,8 @@
 
 import json
 import random
+import sys
+import unicodedata
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.data.tracing import word_windows
 from jaxtrain.data.tracing.contamination import EvalSearch
 from jaxtrain.data.tracing.document_texts import searched
-from jaxtrain.data.tracing.word_windows import words_of
+from jaxtrain.data.tracing.word_windows import places_of, words_of
 from jaxtrain.errors import UserError
 from jaxtrain.runs.contamination_report import details, gathered
 
@@ -146,6 +148,41 @@ def test_words():
     assert words_of("Don't SHOUT,\n snake_case 3.14 Straße_ 你好 world世界 かな 한국어") == [
         "don", "t", "shout", "snake", "case", "3", "14", "straße",
         "你", "好", "world", "世", "界", "か", "な", "한국어"]
+
+
+def test_words_are_the_same_however_letters_are_composed():
+    """Places of words hold them in any text; all characters that Unicode decomposes are among these texts."""
+    rng = random.Random(0)
+    letters = [chr(i) for i in range(sys.maxunicode) if unicodedata.normalize("NFD", chr(i)) != chr(i)]
+    assert len(letters) > 12000
+    texts = ["".join(letters[i:i + 40]) for i in range(0, len(letters), 40)] + [
+        "".join(rng.choice([*letters[:900], "a", " ", "\u0301", "\u0323", "\u1161", "\u11a8"]) for _ in range(60))
+        for _ in range(200)]
+    for text in [*texts, "Caf\u00e9 \u304c \ud55c\uad6d\uc5b4 e\u0301\u0323 \u0301x"]:
+        words = words_of(text)
+        for form in ("NFC", "NFD"):
+            other = unicodedata.normalize(form, text)
+            assert words_of(other) == words
+            found = places_of(other)
+            assert len(found) == len(words)
+            assert all(word in "".join(words_of(other[a:b])) for (a, b), word in zip(found, words, strict=True))
+            assert all(a < b <= len(other) for a, b in found) and found == sorted(found)
+    assert words_of("Cafe\u0301") == ["caf\u00e9"] and places_of("un cafe\u0301!") == [(0, 2), (3, 8)]
+
+
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_an_item_is_found_however_its_letters_are_composed(tmp_path, forms):
+    sentence = "l'été dernier à Besançon, la fenêtre entrouverte, j'ai rêvé d'une forêt gelée où un chêne parlait"
+    item, text = (unicodedata.normalize(form, sentence) for form in forms)
+    assert item != text
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": f"Un été. {text} encore."}) + "\n")
+    (tmp_path / "items.jsonl").write_text(json.dumps({"q": item}) + "\n")
+    prepare([str(tmp_path / "in.jsonl")], tmp_path / "corpus", Options(eval_fraction=0))
+    data = DataConfig(source=str(tmp_path / "corpus"), cache_dir=str(tmp_path / "cache"))
+    corpus, search = load_corpus(data), EvalSearch(str(tmp_path / "items.jsonl"))
+    overlap, = (one for some in searched(data, corpus, search, ["train"], 1) for one in some)
+    (a, b), = details(corpus, search, [overlap])[overlap].tokens
+    assert overlap.containment == 1 and corpus.tokenizer.decode(corpus.train.read(a, b)) == text
 
 
 def test_fields_and_mistakes(case, tmp_path):
