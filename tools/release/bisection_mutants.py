@@ -144,13 +144,13 @@ MUTANTS = {
         new="std: float = 0.021, value"),
     "bfloat16": Mutant(
         told=("by rounding only",),
-        keys=(("train.precision", '"bfloat16"'),)),
+        keys=(("train.precision", "bfloat16"),)),
     "another_mesh": Mutant(
         told=("by rounding only",),
         keys=(("mesh.data", 2), ("mesh.tensor", 2))),
     "rematerialisation_and_loops": Mutant(
         told=("rounding only", "same numbers"),
-        keys=(("train.remat", '"full"'), ("train.unroll", 2))),
+        keys=(("train.remat", "full"), ("train.unroll", 2))),
 }
 
 
