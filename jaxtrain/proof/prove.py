@@ -56,7 +56,8 @@ class Proof:
             f"all have the numbers of one device; the largest error is {self.worst:.2g} of its tolerance "
             f"({max(self.comparisons, key=lambda one: one.worst).where})"))
         errors = [(layout, why) for layout, why in c["refused"].items() if not why.startswith("UserError: ")]
-        coarse = f"no certificate: rounding in {c['precision']} hides errors that {certificate.PRECISION} shows"
+        coarse = (f"not a proof, and no certificate: rounding in {c['precision']} hides errors, and may turn the signs "
+                  f"that some optimizers go by; {certificate.PRECISION} decides")
         return "\n".join([head, *(f"cannot run on {layout}: {why}" for layout, why in errors[:3]),
                           *([f"WRONG {self.finding}"] if self.finding else []),
                           *([coarse] if c["precision"] != certificate.PRECISION else [])])
