@@ -21,7 +21,7 @@ from jaxtrain.plan.estimate import change
 from jaxtrain.proof import drawn_layouts, proof_size
 from jaxtrain.proof.drawn_layouts import Layout
 from jaxtrain.proof.reference import FALSE_ALARMS, Reference, measure
-from jaxtrain.proof.trial import NORM, Quantity, Subject, named, record, start_of
+from jaxtrain.proof.trial import NORM, Quantity, Subject, named, real, record, start_of
 from jaxtrain.proof.wrong_quantities import Comparison, Finding, compare
 from jaxtrain.run import Run, certificate, runinfo
 from jaxtrain.train_step.state import TrainState
@@ -150,7 +150,7 @@ def _off(got: np.ndarray, want: np.ndarray) -> float:
     """Return how far an initial value is off, where a few roundings are allowed."""
     if np.shape(got) != np.shape(want):
         return float("inf")
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    got, want = real(got).astype(np.float64), real(want).astype(np.float64)
     return float(np.abs(got - want).max(initial=0) / (np.abs(want).max(initial=0) * 8 * 2**-24 or 1e-30))
 
 

@@ -45,6 +45,7 @@ from jaxtrain.proof.trial import (
     Record,
     named,
     quantities,
+    real,
     record,
     traced,
 )
@@ -112,8 +113,8 @@ class Reference:
 
     def _largest_update(self, name: str, step: int) -> float:
         now = self.truth[step][Quantity(UPDATE, name)]
-        before = self.truth[step - 1][Quantity(UPDATE, name)] if step else np.asarray(
-            dict(named(self.start.params))[name], np.float64)
+        before = self.truth[step - 1][Quantity(UPDATE, name)] if step else _float(
+            real(dict(named(self.start.params))[name]))
         return float(np.abs(now - before).max(initial=0))
 
     def _of(self, truth: np.ndarray, s: np.ndarray, dtype: np.dtype, t: float) -> np.ndarray:
@@ -198,7 +199,7 @@ def _float(x: np.ndarray) -> np.ndarray:
 def _moved(start: TrainState, unit: float, rng: np.random.Generator) -> TrainState:
     """Return the state with parameters that are moved at random by up to a unit of rounding."""
     def move(x: np.ndarray) -> np.ndarray:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         # Rounding to the nearest would bring back half of them.
         return (x * (1 + rng.uniform(-2, 2, x.shape) * unit)).astype(x.dtype)

@@ -229,6 +229,21 @@ def test_the_smallest_layout_is_found_in_few_tries():
     assert f"{found.layout}" == "tensor=4 train.remat=full" and len(tried) <= prove._MOST_TRIES
 
 
+def test_both_parts_of_complex_parameters_are_compared():
+    def loss(wrong):
+        def of(params, batch):
+            several, imaginary = jax.sharding.get_abstract_mesh().size > 1, params["w"].imag
+            silent = (imaginary - jax.lax.stop_gradient(imaginary)).sum()  # zero, but for its gradient
+            return jax.numpy.abs(batch["x"] @ params["w"]).mean() + 1e-3 * silent * several * wrong
+        return of
+
+    parts = dict(model=lambda: {"w": (1 + 2j) * jax.random.normal(jax.random.key(0), (8, 8))}, optimizer=optax.sgd(0.1),
+                 data=jt.BatchFunction(lambda step: {"x": np.sin(np.arange(256, dtype=np.float32)).reshape(32, 8)}))
+    config = jt.make_config({"optimizer": {"clip_norm": 0.0}})
+    assert jt.prove(config, meshes=1, steps=1, loss_fn=loss(False), **parts).proven
+    assert jt.prove(config, meshes=1, steps=1, loss_fn=loss(True), **parts).finding.kind == "gradient"
+
+
 def test_a_run_that_learns_nothing_proves_nothing():
     parts = dict(model=lambda: {"w": jax.numpy.ones((8, 8))}, optimizer=optax.sgd(0.1),
                  data=jt.BatchFunction(lambda step: {"x": np.ones((32, 8), np.float32)}))
