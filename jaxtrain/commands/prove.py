@@ -23,7 +23,7 @@ def parser() -> Parser:
     made.add_argument("--seed", type=int, default=0, help="seed of the draws; default: 0")
     made.add_argument("--precision", default="float32",
                       help="dtype to compute in, which may be that of the config; default: float32, which shows what "
-                           "coarser dtypes hide")
+                           "coarser dtypes hide, and of which alone there is a certificate")
     made.add_argument("--output", default="proofs", metavar="FOLDER",
                       help="folder to write the certificate into, under a name of hashes; default: proofs")
     add_json(made, "print the certificate as JSON in place of the summary")
@@ -53,6 +53,6 @@ def main(argv: list[str] | None = None) -> None:
     compile_cache.enable_compilation_cache()
     proof = prove(load_config(flags.config, overrides), meshes=flags.meshes, steps=flags.steps, seed=flags.seed,
                   precision=flags.precision, output=flags.output, report=say, config_name=flags.config)
-    tell(json.dumps(proof.certificate) if flags.json else f"{proof}\n{proof.path}")
+    tell(json.dumps(proof.certificate) if flags.json else f"{proof}\n{proof.path or ''}".rstrip())
     if not proof.proven:
         raise SystemExit(1)

@@ -40,8 +40,13 @@ def widened(tree: PyTree) -> PyTree:
 
 
 def _wide(dtype: DTypeLike) -> np.dtype:
-    """Return float64 for a dtype of 16 or 32 floating-point bits; narrower ones stay, which are stored numbers."""
+    """Return float64 for a dtype of 16 or 32 floating-point bits, and complex128 for two of 32.
+
+    Narrower ones stay, which are stored numbers.
+    """
     dtype = np.dtype(dtype)
+    if dtype == np.complex64:
+        return np.dtype(np.complex128)
     return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4) else dtype
 
 
@@ -72,13 +77,20 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[ArrayLike], args: Sequence[jax
 
 def result_of(eqn: core.JaxprEqn, *args: jax.Array) -> Sequence[jax.Array]:
     """Return what one equation computes of arguments in float64."""
-    found = _RULES.get(eqn.primitive.name, _again)(eqn, *args)
-    return found if isinstance(found, list | tuple) else [found]
+    try:
+        found = _RULES.get(eqn.primitive.name, _again)(eqn, *args)
+    except (TypeError, ValueError) as error:  # its parameters name a narrower dtype
+        raise NoFloat64(eqn.primitive.name) from error
+    found = found if isinstance(found, list | tuple) else [found]
+    if any(x.dtype != _wide(dtype_of(var)) for var, x in zip(eqn.outvars, found, strict=True)
+           if jnp.issubdtype(dtype_of(var), jnp.inexact)):
+        raise NoFloat64(eqn.primitive.name)
+    return found
 
 
 def _again(eqn: core.JaxprEqn, *args: jax.Array) -> Values:
     """Bind a primitive that is defined for any floating-point dtype."""
-    if any(isinstance(value, core.Jaxpr | core.ClosedJaxpr) for value in eqn.params.values()) or (
+    if any(isinstance(value, core.Jaxpr | core.ClosedJaxpr) for value in jax.tree.leaves(eqn.params)) or (
             eqn.primitive.name in _OF_A_DEVICE):
         raise NoFloat64(eqn.primitive.name)
     return eqn.primitive.bind(*args, **{key: _param(value) for key, value in eqn.params.items()})
@@ -134,6 +146,14 @@ def _cond(eqn: core.JaxprEqn, index: jax.Array, *args: jax.Array) -> list[jax.Ar
     return lax.switch(index, [_function(branch) for branch in eqn.params["branches"]], *args)
 
 
+def _linear_solve(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
+    """Solve as the program does; its other functions are for derivatives, which are in the program by now."""
+    counts = eqn.params["const_lengths"]
+    before = counts.matvec + counts.vecmat
+    right = sum(counts)
+    return _function(eqn.params["jaxprs"].solve)(*args[before:before + counts.solve], *args[right:])
+
+
 def _scatter(operation: Callable[..., jax.Array]) -> Rule:
     def scatter(eqn: core.JaxprEqn, operand: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
         p = eqn.params
@@ -182,7 +202,8 @@ _RULES: dict[str, Rule] = {
     "axis_index": lambda eqn: jnp.zeros((), jnp.int32), "ppermute": _permute, "all_gather": _gathered,
     "all_gather_invariant": _gathered, "all_gather_reduced": _gathered, "reduce_scatter": _scattered,
     "all_to_all": _exchanged,
-    "scan": _scan, "while": _while, "cond": _cond, "bitcast_convert_type": _bits, "nextafter": _again,
+    "scan": _scan, "while": _while, "cond": _cond, "custom_linear_solve": _linear_solve,
+    "bitcast_convert_type": _bits, "nextafter": _again,
     "scatter": _scatter(lax.scatter), "scatter-add": _scatter(lax.scatter_add), "scatter_add": _scatter(
         lax.scatter_add), "scatter-mul": _scatter(lax.scatter_mul), "scatter-min": _scatter(lax.scatter_min),
     "scatter-max": _scatter(lax.scatter_max),

@@ -57,6 +57,8 @@ def of_layout(layout: Layout) -> str:
 
 def of_array(got: np.ndarray, want: np.ndarray, sharding: Sharding | None, layout: Layout) -> str:
     """Return what an array that is off says, which is laid out so."""
+    if got.shape != want.shape:
+        return f"its shape is {list(got.shape)} in place of {list(want.shape)}; {of_layout(layout)}"
     if not np.isfinite(np.asarray(got, np.float64)).all() and np.isfinite(want).all():
         return f"it is not finite; {of_layout(layout)}"
     factor = proportion(got, want)

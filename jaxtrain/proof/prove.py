@@ -21,7 +21,7 @@ from jaxtrain.plan.estimate import change
 from jaxtrain.proof import drawn_layouts, proof_size
 from jaxtrain.proof.drawn_layouts import Layout
 from jaxtrain.proof.reference import FALSE_ALARMS, Reference, measure
-from jaxtrain.proof.trial import NORM, Quantity, Subject, named, record, start_of
+from jaxtrain.proof.trial import NORM, Quantity, Subject, named, real, record, start_of
 from jaxtrain.proof.wrong_quantities import Comparison, Finding, compare
 from jaxtrain.run import Run, certificate, runinfo
 from jaxtrain.train_step.state import TrainState
@@ -55,9 +55,12 @@ class Proof:
             "the last one does not have the numbers of one device" if self.finding else
             f"all have the numbers of one device; the largest error is {self.worst:.2g} of its tolerance "
             f"({max(self.comparisons, key=lambda one: one.worst).where})"))
-        errors = [(layout, why) for layout, why in c["refused"].items() if not why.startswith("UserError")]
+        errors = [(layout, why) for layout, why in c["refused"].items() if not why.startswith("UserError: ")]
+        coarse = (f"not a proof, and no certificate: rounding in {c['precision']} hides errors, and may turn the signs "
+                  f"that some optimizers go by; {certificate.PRECISION} decides")
         return "\n".join([head, *(f"cannot run on {layout}: {why}" for layout, why in errors[:3]),
-                          *([f"WRONG {self.finding}"] if self.finding else [])])
+                          *([f"WRONG {self.finding}"] if self.finding else []),
+                          *([coarse] if c["precision"] != certificate.PRECISION else [])])
 
     __repr__ = __str__
 
@@ -76,7 +79,7 @@ def prove(config: Config, *, meshes: int = 20, steps: int = 3, seed: int = 0, pr
             pipeline schedules and strategies of attention.
         steps: how many steps are made on each.
         seed: of the draws.
-        precision: in which to compute; float32 shows what coarser dtypes hide.
+        precision: in which to compute; float32 shows what coarser dtypes hide, for which there is no certificate.
         output: the folder to write the certificate into; None: it is not written.
         report: called with a line of text for each layout.
         config_name: what the certificate calls the config.
@@ -85,6 +88,11 @@ def prove(config: Config, *, meshes: int = 20, steps: int = 3, seed: int = 0, pr
     began = time.monotonic()
     _check(config, meshes, steps, seed, parts)
     code, about = certificate.hashes_of(Subject(change(config, proof_size.length(config)), parts).build(Layout()))
+    output = output if precision == certificate.PRECISION else None
+    again = certificate.refuted(code, about, output) if output is not None else {}
+    if steps < again.get("step", 0):
+        raise UserError("steps", f"{certificate.name_of(code, about)} in {output} says that step {again['step']} was "
+                        f"wrong on {again['layout']}, and {steps} are too few to show it", "give as many or more")
     subject, changed = proof_size.of(config, parts, precision)
     devices = min(DEVICES, 2 ** (jax.device_count().bit_length() - 1))
     start, batches, reference, subject = _reference(subject, steps, seed)
@@ -93,7 +101,7 @@ def prove(config: Config, *, meshes: int = 20, steps: int = 3, seed: int = 0, pr
         f"; {reference.missing} has no float64, so that the mean of several runs is the truth" * bool(
             reference.missing)))
     trials = _Trials(subject, start, batches, reference, compared)
-    done, refused = _drawn(trials, meshes, seed, devices, report)
+    done, refused = _drawn(trials, meshes, seed, devices, report, [Layout(again["keys"])] if again else [])
     finding = _smallest(trials, done[-1].finding, report) if done[-1].finding else None
     found = _certificate(code, about, config_name, reference, done, finding, dict(
         refused=refused, changed=changed, steps=steps, seed=seed, compared=compared, precision=precision,
@@ -142,7 +150,7 @@ def _off(got: np.ndarray, want: np.ndarray) -> float:
     """Return how far an initial value is off, where a few roundings are allowed."""
     if np.shape(got) != np.shape(want):
         return float("inf")
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    got, want = real(got).astype(np.float64), real(want).astype(np.float64)
     return float(np.abs(got - want).max(initial=0) / (np.abs(want).max(initial=0) * 8 * 2**-24 or 1e-30))
 
 
@@ -183,15 +191,19 @@ def _reference(subject: Subject, steps: int, seed: int) -> tuple[TrainState, lis
     return start, batches, measure(one, start, batches, seed), subject
 
 
-def _drawn(trials: _Trials, meshes: int, seed: int, devices: int,
-           report: Callable[[str], None]) -> tuple[list[Comparison], dict[str, str]]:
-    """Return how layouts compare up to the first wrong one, the config's own first, and why others cannot run."""
+def _drawn(trials: _Trials, meshes: int, seed: int, devices: int, report: Callable[[str], None],
+           first: list[Layout]) -> tuple[list[Comparison], dict[str, str]]:
+    """Return how layouts compare up to the first wrong one, and why others cannot run.
+
+    Before those that are drawn come these `first` ones, and the config's own.
+    """
     config, rng = trials.subject.config, random.Random(seed)
     how = dict(own=trials.subject.own, fixed_accumulation=bool(trials.subject.parts.get("with_key")))
     done: list[Comparison] = []
     refused: dict[str, str] = {}
+    candidates = (*first, drawn_layouts.of_config(rng, config, devices, **how))
     for n in range(30 * meshes):
-        layout = (drawn_layouts.draw if n else drawn_layouts.of_config)(rng, config, devices, **how)
+        layout = candidates[n] if n < len(candidates) else drawn_layouts.draw(rng, config, devices, **how)
         if f"{layout}" in refused or any(f"{one.layout}" == f"{layout}" for one in done):
             continue
         try:
@@ -236,7 +248,9 @@ def _certificate(code: str, about: str, name: str, reference: Reference, done: l
                  finding: Finding | None, more: JsonObject) -> JsonObject:
     return {
         "format": 1, "code": code, "config": about, "config_name": name, "proven": finding is None,
-        "failure": f"{finding or ''}", "git_commit": git_commit(),
+        "failure": f"{finding or ''}", **({} if finding is None else {"refuted": {
+            "layout": f"{finding.layout}", "keys": dict(finding.layout.keys), "step": finding.step}}),
+        "git_commit": git_commit(),
         "versions": {key: version_of(package) for key, package in runinfo.PACKAGES.items()} | {
             "python": platform.python_version()},
         "device_kind": jax.devices()[0].device_kind, "date": datetime.datetime.now(datetime.UTC).isoformat(

@@ -17,9 +17,15 @@ the proof compares. The second factor matters where a number is no larger than i
 gradient that is zero but for rounding: its error grows with the square of t. The last term is for where all runs agree
 by chance: u is the unit of rounding, p how many partial sums the mesh makes (its devices x micro-batches), and g the
 largest element of the array.
+
+An update need not be continuous: Adam's first is about the sign of the gradient, and so are those of Lion and signSGD.
+Where a gradient is within its own tolerance of zero, rounding decides the sign. The R runs may all have the same one by
+chance, and a mesh the other. What the optimizer makes of such an element may be off by twice the largest update (or
+number of its state) of the array.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +35,20 @@ import numpy as np
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.proof import float64
-from jaxtrain.proof.trial import Quantities, Quantity, Record, quantities, record, traced
+from jaxtrain.proof.trial import (
+    EXTRA,
+    GRADIENT,
+    OPTIMIZER,
+    UPDATE,
+    Quantities,
+    Quantity,
+    Record,
+    named,
+    quantities,
+    real,
+    record,
+    traced,
+)
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 
@@ -61,9 +80,42 @@ class Reference:
         if t not in self.known:
             self.known[t] = [{key: self._of(truth[key], s, self.dtypes[key].dtype, t) for key, s in spread.items()}
                              for truth, spread in zip(self.truth, self.spread, strict=True)]
-        return {key: allowed if not _is_float(self.dtypes[key]) else
-                allowed + self.unit * parts * np.abs(self.truth[step][key]).max(initial=0)
-                for key, allowed in self.known[t][step].items()}
+        found = {key: self._with_sums(key, t, step, parts) for key in self.known[t][step]}
+        for key, gradient in self._follows.items():
+            found[key] = found[key] + self._of_signs(key, gradient, t, step, parts)
+        return found
+
+    def _with_sums(self, key: Quantity, t: float, step: int, parts: int) -> np.ndarray:
+        allowed = self.known[t][step][key]
+        return allowed if not _is_float(self.dtypes[key]) else (
+            allowed + self.unit * parts * np.abs(self.truth[step][key]).max(initial=0))
+
+    @functools.cached_property
+    def _follows(self) -> dict[Quantity, Quantity]:
+        """The gradient that each parameter, its average and the optimizer's state of it follow from."""
+        gradients = [(key, x.shape) for key, x in self.truth[0].items() if key.kind == GRADIENT]
+        return {key: gradient for key, x in self.truth[0].items() for gradient, shape in gradients
+                if key.kind in (UPDATE, EXTRA, OPTIMIZER) and _is_float(self.dtypes[key]) and x.shape == shape
+                and f"/{key.name}".endswith(f"/{gradient.name}")}
+
+    def _of_signs(self, key: Quantity, gradient: Quantity, t: float, step: int, parts: int) -> np.ndarray:
+        """Return how far another sign of the gradient, where rounding decides it, takes what follows from it."""
+        allowed = np.zeros(self.truth[step][key].shape)
+        for n in range(step + 1):
+            size, s = np.abs(self.truth[n][gradient]), self.spread[n][gradient]
+            unsure = (size <= self._with_sums(gradient, t, n, parts)) & ((size > 0) | (s > 0))  # zero has one sign
+            if key.kind == OPTIMIZER:
+                largest = np.abs(self.truth[step][key]).max(initial=0)
+                allowed = np.where(unsure, 2 * largest, allowed)
+            else:
+                allowed += np.where(unsure, 2 * self._largest_update(gradient.name, n), 0)
+        return allowed
+
+    def _largest_update(self, name: str, step: int) -> float:
+        now = self.truth[step][Quantity(UPDATE, name)]
+        before = self.truth[step - 1][Quantity(UPDATE, name)] if step else _float(
+            real(dict(named(self.start.params))[name]))
+        return float(np.abs(now - before).max(initial=0))
 
     def _of(self, truth: np.ndarray, s: np.ndarray, dtype: np.dtype, t: float) -> np.ndarray:
         if not jnp.issubdtype(dtype, jnp.floating):  # exact, except for codes of rounded numbers, of which any may be
@@ -147,7 +199,7 @@ def _float(x: np.ndarray) -> np.ndarray:
 def _moved(start: TrainState, unit: float, rng: np.random.Generator) -> TrainState:
     """Return the state with parameters that are moved at random by up to a unit of rounding."""
     def move(x: np.ndarray) -> np.ndarray:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         # Rounding to the nearest would bring back half of them.
         return (x * (1 + rng.uniform(-2, 2, x.shape) * unit)).astype(x.dtype)

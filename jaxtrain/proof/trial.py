@@ -120,9 +120,9 @@ def quantities(state: TrainState, metrics: JsonMapping) -> Quantities:
     for kind, tree in ((GRADIENT, metrics[GRADIENTS]), (OPTIMIZER, state.opt_state), (UPDATE, state.params),
                        (EXTRA, state.extras), (FROZEN, state.frozen),
                        (COUNTER, {"step": state.step, "skipped": state.skipped})):
-        found |= {Quantity(kind, name): np.asarray(leaf) for name, leaf in named(tree)}
+        found |= {Quantity(kind, name): real(leaf) for name, leaf in named(tree)}
     others = {name: x for name, x in metrics.items() if name not in ("loss", "grad_norm", "skipped", GRADIENTS)}
-    return found | {Quantity(METRIC, name): np.asarray(leaf) for name, leaf in named(others)}
+    return found | {Quantity(METRIC, name): real(leaf) for name, leaf in named(others)}
 
 
 def named(tree: PyTree) -> list[tuple[str, AnyArray]]:
@@ -131,13 +131,19 @@ def named(tree: PyTree) -> list[tuple[str, AnyArray]]:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def real(x: AnyArray) -> np.ndarray:
+    """Return an array of real numbers on the host; both parts of complex ones are in a further dimension."""
+    x = np.asarray(x)
+    return np.stack([x.real, x.imag], -1) if np.iscomplexobj(x) else x
+
+
 def torn_leaves(state: TrainState) -> list[str]:
     """Return the arrays of which two devices hold the same part, and not the same numbers."""
     def is_torn(x: jax.Array) -> bool:
         parts: dict[Any, np.ndarray] = {}
         for shard in x.addressable_shards:
             here = np.asarray(shard.data)
-            if not np.array_equal(parts.setdefault(f"{shard.index}", here), here, equal_nan=here.dtype.kind == "f"):
+            if not np.array_equal(parts.setdefault(f"{shard.index}", here), here, equal_nan=here.dtype.kind in "fc"):
                 return True
         return False
     return [name for name, leaf in named(state) if isinstance(leaf, jax.Array) and is_torn(leaf)]

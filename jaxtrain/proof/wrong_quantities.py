@@ -19,6 +19,7 @@ from jaxtrain.proof.trial import (
     Quantity,
     Record,
     named,
+    real,
 )
 from jaxtrain.run import Run
 
@@ -94,8 +95,9 @@ def _first(reference: Reference, got: Record, n: int, errors: dict[Quantity, flo
     keys = sorted((key for key in wrong if key.kind == kind), key=lambda key: -wrong[key])
     first, others = keys[0], tuple(key.name for key in keys[1:])
     if kind == UPDATE and n == 0:  # what was added, not the sum
-        began = {Quantity(UPDATE, name): np.asarray(x, np.float64) for name, x in named(reference.start.params)}
-        truth, seen = ({key: x - began[key] if key in began else x for key, x in of.items()} for of in (truth, seen))
+        began = {Quantity(UPDATE, name): real(x).astype(np.float64) for name, x in named(reference.start.params)}
+        truth, seen = ({key: x - began[key] if key in began and x.shape == began[key].shape else x
+                        for key, x in of.items()} for of in (truth, seen))
     told = _told(kind, first, truth, seen, layout, run)
     right = tuple(key.name for key in errors if key.kind == kind and key not in wrong)
     if kind == GRADIENT and right:
@@ -130,7 +132,8 @@ def _common_factor(truth: dict[Quantity, np.ndarray], seen: dict[Quantity, np.nd
 
     Second moments have its square. 0.0: there is none.
     """
-    pairs = [(seen[key].astype(np.float64), truth[key]) for key in wrong if truth[key].ndim]
+    pairs = [(seen[key].astype(np.float64), truth[key]) for key in wrong
+             if truth[key].ndim and seen[key].shape == truth[key].shape]
     factors = np.array([factor for got, want in pairs if (factor := hints.proportion(got, want)) is not None])
     if not len(factors) or len(factors) < 0.9 * len(pairs) or (factors <= 0).any():
         return 0.0

@@ -1,7 +1,8 @@
 """The certificate of `jaxtrain prove`: that this code, with this config, gives on meshes the numbers of one device.
 
 It lies in a file named by two hashes: that of the code (jaxtrain's, and the modules of the user's own parts), and that
-of the part of the config which decides what is computed, without what a proof varies itself, such as the mesh.
+of what decides what is computed: the config, without what a proof varies itself, such as the mesh, and the settings of
+the user's own parts, such as the learning rate of an optimizer.
 """
 
 import contextlib
@@ -13,15 +14,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import jax
+
 from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config.schema import AXES, hash_of
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
+from jaxtrain.observe.own_parts import describe, describe_optimizer
+from jaxtrain.observe.versions import version_of
 from jaxtrain.run import Run, identity
+from jaxtrain.sharding import mesh_context
 
 FOLDER = "proofs"
-_FORM = {"code": str, "config": str, "proven": bool, "worst": float, "layouts": [dict]}
+PRECISION, LAYOUTS, STEPS = "float32", 10, 2  # the least that `--require_proof` takes; a second step shows the state
+_FORM = {"code": str, "config": str, "proven": bool, "worst": float, "layouts": [dict], "steps": int, "precision": str,
+         "versions": dict, "refuted?": {"layout": str, "keys": dict, "step": int}}
 # What does not decide which numbers a step computes from a state and a batch, or what every proof varies; None: all.
 _APART: dict[str, set[str] | None] = {
     "checkpoint": None, "resilience": None, "observe": None, "evaluation": None, "pipeline": None,
@@ -39,7 +47,7 @@ def hashes_of(run: Run) -> tuple[str, str]:
     """Return the hash of the code that a run consists of, and that of its config."""
     decides = {section: {key: value for key, value in keys.items() if key not in (_APART.get(section) or ())}
                for section, keys in identity.settings(run).items() if _APART.get(section, ()) is not None}
-    return _code_hash(_parts_of(run)), hash_of(decides)
+    return _code_hash(_parts_of(run)), hash_of(decides | {"own parts": _settings_of_parts(run)})
 
 
 def name_of(code: str, config: str) -> str:
@@ -48,8 +56,15 @@ def name_of(code: str, config: str) -> str:
 
 
 def write(certificate: JsonObject, folder: str | Path) -> Path:
-    """Write a certificate into a folder under its name, and return the path."""
+    """Write a certificate into a folder under its name, and return the path.
+
+    A refutation stays until its layout was run again: layouts are drawn, and others may not show the error.
+    """
     path = Path(folder) / name_of(certificate["code"], certificate["config"])
+    earlier = _refutation(path)
+    if earlier is not None and earlier["layout"] not in [one["layout"] for one in certificate["layouts"]]:
+        raise UserError("--output", f"{path} says that this code and config were refuted on {earlier['layout']}, which "
+                        "could not be run again here", "give as many devices as that layout has, or remove the file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write(path, json.dumps(certificate, indent=2) + "\n")
@@ -59,12 +74,27 @@ def write(certificate: JsonObject, folder: str | Path) -> Path:
     return path
 
 
+def refuted(code: str, config: str, folder: str | Path) -> JsonObject:
+    """Return the keys of the layout that refuted these hashes in a folder, and the step; {}: nothing did."""
+    found = _refutation(Path(folder) / name_of(code, config)) or {}
+    return found if "keys" in found else {}
+
+
 def found(run: Run, folder: str | Path = FOLDER) -> JsonObject | None:
     """Return the certificate of a run's code and config; None: there is none in the folder."""
-    path = Path(folder) / name_of(*hashes_of(run))
-    if not path.exists():
-        return None
+    return _read(Path(folder) / name_of(*hashes_of(run)))
+
+
+def _read(path: Path) -> JsonObject | None:
     return bounded_files.user_json(path, _FORM, "--require_proof", "run jaxtrain prove again")
+
+
+def _refutation(path: Path) -> JsonObject | None:
+    """Return what a file says of a refutation; None: there is none, or nothing that can be read."""
+    with contextlib.suppress(UserError):
+        if (certificate := _read(path)) and not certificate["proven"]:
+            return certificate.get("refuted", {"layout": "another layout"})
+    return None
 
 
 def for_run(run: Run, required: str | Path = "") -> JsonObject:
@@ -78,7 +108,7 @@ def for_run(run: Run, required: str | Path = "") -> JsonObject:
 def _in_this_process(run: Run, required: str | Path) -> JsonObject:
     if not required:
         with contextlib.suppress(UserError):  # a damaged one is none
-            if (certificate := found(run)) and certificate["proven"]:
+            if (certificate := found(run)) and certificate["proven"] and not _other_versions(certificate):
                 return {"proof": summary(certificate)}
         return {}
     certificate = found(run, required)
@@ -90,13 +120,53 @@ def _in_this_process(run: Run, required: str | Path) -> JsonObject:
     if not certificate["proven"]:
         raise UserError("--require_proof", f"this code and config were refuted: {certificate.get('failure', '')}",
                         "correct that, and run jaxtrain prove again")
+    if other := _other_versions(certificate):
+        raise UserError("--require_proof", other, "run jaxtrain prove again with these")
+    layouts, steps, precision = len(certificate["layouts"]), certificate["steps"], certificate["precision"]
+    if layouts < LAYOUTS or steps < STEPS or precision != PRECISION:
+        raise UserError("--require_proof", f"the certificate is of {layouts} layouts and {steps} "
+                        f"step{'s' * (steps != 1)} in {precision}, and at least {LAYOUTS} layouts and {STEPS} steps in "
+                        f"{PRECISION} are required",
+                        "run jaxtrain prove again without --meshes, --steps and --precision")
     return {"proof": summary(certificate)}
+
+
+def _other_versions(certificate: JsonObject) -> str:
+    """Return in words how the versions that compile a step differ from those of the proof; "": they are the same."""
+    def of(versions: JsonObject) -> str:
+        return " and ".join(f"{name} {versions.get(name)}" for name in ("jax", "jaxlib"))
+    then, now = of(certificate["versions"]), of({name: version_of(name) for name in ("jax", "jaxlib")})
+    return "" if then == now else f"the certificate is of {then}, and this run has {now}"
 
 
 def summary(certificate: JsonObject) -> JsonObject:
     """Return what run.json says of a certificate."""
     kept = ("code", "config", "worst", "steps", "precision", "date")
     return {key: certificate[key] for key in kept if key in certificate} | {"layouts": len(certificate["layouts"])}
+
+
+# ------------------------------------------------------------------------------------------- the user's own parts
+def _settings_of_parts(run: Run) -> JsonObject:
+    """Return the settings of parts that the config does not name, which are alike on every mesh and machine."""
+    found = identity.but_optimizer_and_data(run, {})
+    if run.own is not None:
+        found["parameters"] = [f"{leaf.dtype}{leaf.shape}" for leaf in jax.tree.leaves(run.abstract.all_params)]
+    if run.sharded.settings.schedule is None:
+        found["optimizer"] = _settings_of_optimizer(run)
+    return found
+
+
+def _settings_of_optimizer(run: Run) -> JsonObject:
+    """Return the description of a user's optimizer, traced for one CPU device, or else of its function."""
+    names = run.mesh.axis_names
+    one = jax.sharding.AbstractMesh((1,) * len(names), names, axis_types=run.mesh.axis_types)
+    optimizer = run.sharded.settings.optimizer
+    try:
+        with mesh_context.use(one, run.sharded.rules, "cpu"):
+            found = describe_optimizer(optimizer, run.abstract.params)
+    except Exception:  # it needs to know more of the devices than there is to know
+        return describe(optimizer.update)
+    return {"state": found["state"], "update": [*found["update"].values()]}
 
 
 # --------------------------------------------------------------------------------------------------------- the code

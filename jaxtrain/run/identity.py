@@ -20,17 +20,23 @@ def own_parts(run: Run, recorded: JsonMapping) -> JsonObject:
 
     `recorded`: what run.json says of the workdir's run, {} for a new one.
     """
+    found = but_optimizer_and_data(run, recorded)
+    if run.sharded.settings.schedule is None:
+        found["optimizer"] = describe_optimizer(run.sharded.settings.optimizer, run.abstract.params)
+    return found if run.data is None else found | {"data": describe_data(run.data)}
+
+
+def but_optimizer_and_data(run: Run, recorded: JsonMapping) -> JsonObject:
+    """Return the description of the model, the loss and the extensions that the config does not name."""
     found: dict[str, Any] = {}
     goal = describe_objective(run.objective, recorded.get("objective") or {})
     if run.own is not None:
         found |= {"model": {"class": name_of(run)}, "loss_fn": goal}
     elif goal != describe_objective(configured(run.config, _model(run)), {}):
         found["objective"] = goal
-    if run.sharded.settings.schedule is None:
-        found["optimizer"] = describe_optimizer(run.sharded.settings.optimizer, run.abstract.params)
     if given := _given(run):
         found["extensions"] = [describe(one) for one in given]
-    return found if run.data is None else found | {"data": describe_data(run.data)}
+    return found
 
 
 def has_own_parts(run: Run) -> bool:

@@ -73,3 +73,41 @@ def test_an_operation_without_a_meaning_in_float64_is_named():
 
     with pytest.raises(float64.NoFloat64, match="pure_callback"):
         both(called, np.float32(1))
+
+
+def test_complex_numbers_have_two_halves_of_float64():
+    x = np.random.default_rng(2).normal(size=(4, 8)).astype(np.float32)
+    _, wide = both(jax.grad(lambda x: (jnp.abs(jnp.fft.fft(x) * (2 + 1j)) ** 3).sum()), x)
+    f = np.exp(-2j * np.pi * np.outer(np.arange(8), np.arange(8)) / 8) * (2 + 1j)  # the transform, written out
+    y = x.astype(np.float64) @ f.T
+    want = 3 * (np.abs(y)[..., None] * (np.conj(y)[..., None] * f).real).sum(1)
+    assert wide.dtype == np.float64
+    np.testing.assert_allclose(wide, want, rtol=1e-11)
+    assert both(lambda x: x * np.complex64(1j), x)[1].dtype == np.complex128
+    assert both(lambda x: 1j * x, x.astype(np.complex64))[1].dtype == np.complex128
+
+
+def test_linear_solves_and_their_gradients_are_those_of_numpy():
+    x = np.random.default_rng(3).normal(size=(5, 5)).astype(np.float32) + 3 * np.eye(5, dtype=np.float32)
+    _, wide = both(jax.grad(lambda x: jnp.linalg.solve(x, jnp.ones(5)).sum()), x)
+    y = x.astype(np.float64)
+    np.testing.assert_allclose(wide, -np.outer(np.linalg.solve(y.T, np.ones(5)), np.linalg.solve(y, np.ones(5))),
+                               rtol=1e-10)
+    _, wide = both(lambda x: jax.lax.custom_linear_solve(
+        lambda v: x @ v, x[0], lambda of, b: jax.scipy.sparse.linalg.gmres(of, b, tol=0.0)[0]), x)
+    np.testing.assert_allclose(wide, np.linalg.solve(y, y[0]), rtol=1e-10)
+
+
+@pytest.mark.parametrize("hidden", [lambda inner: (inner,), lambda inner: {"a": [inner]}])
+def test_a_function_in_a_parameter_of_an_unknown_operation_is_found(hidden):
+    closed = jax.make_jaxpr(jnp.sin)(1.0)
+    eqn = closed.jaxpr.eqns[0]
+    with pytest.raises(float64.NoFloat64, match="sin"):
+        float64.result_of(eqn.replace(params=eqn.params | {"functions": hidden(closed)}), jnp.ones(()))
+
+
+def test_an_operation_that_refuses_or_ignores_wider_numbers_is_named(monkeypatch):
+    for rule in (lambda eqn, x: x.astype(np.float32), lambda eqn, x: jax.lax.add(x, np.float32(1))):
+        monkeypatch.setitem(float64._RULES, "sin", rule)
+        with pytest.raises(float64.NoFloat64, match="sin"):
+            both(jnp.sin, np.float32(1))

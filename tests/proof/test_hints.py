@@ -45,5 +45,10 @@ def test_what_no_hint_fits_is_told_by_its_size():
     assert hints.proportion(2 * WANT, WANT) == pytest.approx(2) and hints.proportion(got, WANT) is None
 
 
+def test_another_shape_is_told_and_not_divided():
+    told = hints.of_array(np.ones((8, 4)), np.ones((8, 4, 2)), None, Layout({"mesh.data": 2}))
+    assert told.startswith("its shape is [8, 4] in place of [8, 4, 2]; ")
+
+
 def test_the_smallest_layout_alone_tells_of_micro_batches():
     assert "jt.Weighted" in hints.of_loss(2.0, 2.1, Layout({"train.accumulation": 2}))

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shlex
+import types
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ from jaxtrain.commands import prove as command
 from jaxtrain.commands.train import training_flags
 from jaxtrain.proof import prove
 from jaxtrain.proof.drawn_layouts import Layout
+from jaxtrain.run import certificate, validation
 from tests.proof import false_alarms, own_module
 
 ROOT = Path(__file__).parents[2]
@@ -51,10 +53,41 @@ def test_a_gradient_that_is_summed_twice_is_named_on_the_smallest_mesh(monkeypat
 
 
 @pytest.mark.slow
+def test_a_layout_that_was_refuted_runs_first_when_it_is_proven_again(monkeypatch, tmp_path):
+    """Code and config have the same hashes here; draws of another seed would not have had that layout."""
+    refuted = of_example("gradient", monkeypatch, meshes=5, steps=1, seed=3, output=tmp_path)
+    assert refuted.certificate["refuted"] == {"layout": "tensor=2", "keys": {"mesh.tensor": 2}, "step": 1}
+    again = of_example("gradient", monkeypatch, meshes=1, steps=1, output=tmp_path)
+    assert [f"{one.layout}" for one in again.comparisons] == ["tensor=2"] and not again.proven
+    coarse = of_example("", monkeypatch, meshes=1, steps=1, precision="bfloat16", output=tmp_path)
+    assert coarse.path is None and "not a proof, and no certificate: rounding in bfloat16 hides errors" in f"{coarse}"
+    assert not json.loads(again.path.read_text())["proven"]
+    proof = of_example("", monkeypatch, meshes=2, steps=1, output=tmp_path)
+    assert [f"{one.layout}" for one in proof.comparisons] == ["tensor=2", "data=2"] and proof.path == again.path
+    assert json.loads(proof.path.read_text())["proven"]
+
+
+def test_a_layout_that_is_refused_is_told_from_one_that_cannot_run():
+    raised = [validation.Refused("mesh.data", "it is refused", "take another"), jt.UserError("a", "b", "c"),
+              KeyError("lost")]
+
+    class Trials:
+        subject = types.SimpleNamespace(config=jt.Config(), own=True, parts={})
+
+        def run(self, layout):
+            if raised:
+                raise raised.pop()
+            return prove.Comparison(layout, 0.1, "")
+
+    done, refused = prove._drawn(Trials(), 1, 0, 8, lambda text: None, [])
+    proof = prove.Proof({"steps": 1, "compared": 1, "precision": "float32", "refused": refused}, done)
+    assert len(refused) == 3 and f"{proof}".count("cannot run on") == 1 and "KeyError: 'lost'" in f"{proof}"
+
+
+@pytest.mark.slow
 def test_a_correct_module_is_proven_and_its_certificate_is_found_again(monkeypatch, tmp_path):
     """The mesh does not matter to it; a build with another clipping has none."""
-    from jaxtrain.run import certificate
-
+    monkeypatch.setattr(certificate, "LAYOUTS", 3)
     proof = of_example("", monkeypatch, output=tmp_path)
     assert proof.proven and proof.worst < 1 and "all have the numbers of one device" in f"{proof}"
     assert json.loads(proof.path.read_text()) == proof.certificate and proof.certificate["float64"]
@@ -71,8 +104,6 @@ def test_a_correct_module_is_proven_and_its_certificate_is_found_again(monkeypat
 
 @pytest.mark.slow
 def test_the_certificate_changes_with_the_users_code(tmp_path, monkeypatch):
-    from jaxtrain.run import certificate
-
     def hash_with(text):
         (tmp_path / "my_layers.py").write_text(text)
         (tmp_path / "my_loss.py").write_text("import my_layers\n\ndef loss(model, batch):\n    return my_layers.f()\n")
@@ -90,6 +121,7 @@ def test_the_certificate_changes_with_the_users_code(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_config_is_proven_by_the_command_and_train_asks_for_that(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(certificate, "LAYOUTS", 3)
     for name in ("configs",):
         (tmp_path / name).symlink_to(ROOT / name)
     assert command.main([*TINY, "--meshes=3", "--steps=2", "--json"]) == 0
@@ -195,6 +227,21 @@ def test_the_smallest_layout_is_found_in_few_tries():
     drawn = Layout({"mesh.data": 2, "mesh.tensor": 4, "train.remat": "full", "train.unroll": 2})
     found = prove._smallest(Trials(), finding(drawn), lambda text: None)
     assert f"{found.layout}" == "tensor=4 train.remat=full" and len(tried) <= prove._MOST_TRIES
+
+
+def test_both_parts_of_complex_parameters_are_compared():
+    def loss(wrong):
+        def of(params, batch):
+            several, imaginary = jax.sharding.get_abstract_mesh().size > 1, params["w"].imag
+            silent = (imaginary - jax.lax.stop_gradient(imaginary)).sum()  # zero, but for its gradient
+            return jax.numpy.abs(batch["x"] @ params["w"]).mean() + 1e-3 * silent * several * wrong
+        return of
+
+    parts = dict(model=lambda: {"w": (1 + 2j) * jax.random.normal(jax.random.key(0), (8, 8))}, optimizer=optax.sgd(0.1),
+                 data=jt.BatchFunction(lambda step: {"x": np.sin(np.arange(256, dtype=np.float32)).reshape(32, 8)}))
+    config = jt.make_config({"optimizer": {"clip_norm": 0.0}})
+    assert jt.prove(config, meshes=1, steps=1, loss_fn=loss(False), **parts).proven
+    assert jt.prove(config, meshes=1, steps=1, loss_fn=loss(True), **parts).finding.kind == "gradient"
 
 
 def test_a_run_that_learns_nothing_proves_nothing():

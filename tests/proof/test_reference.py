@@ -1,11 +1,13 @@
 """The tolerance: what rounding explains is allowed, and what it does not is not."""
 
+import types
+
 import numpy as np
 import pytest
 
 from jaxtrain.proof import reference
 from jaxtrain.proof.reference import Reference
-from jaxtrain.proof.trial import GRADIENT, LOSS, OPTIMIZER, Quantity, Record
+from jaxtrain.proof.trial import GRADIENT, LOSS, OPTIMIZER, UPDATE, Quantity, Record
 
 UNIT, COMPARED = 2.0**-24, 1e6
 GRADIENT_KEY, CODES, LOSS_KEY = Quantity(GRADIENT, "w"), Quantity(OPTIMIZER, "codes"), Quantity(LOSS)
@@ -55,6 +57,32 @@ def test_where_all_runs_agree_only_the_unit_of_rounding_is_allowed():
     assert worst(found, optimizer=[3.0, 5.0])[CODES] == 0 < worst(found, optimizer=[3.0, 6.0])[CODES]
     assert worst(found, gradient=[1.0, np.nan])[GRADIENT_KEY] == np.inf
     assert worst(found, gradient=[1.0, -0.5, 0.0])[GRADIENT_KEY] == np.inf, "of another shape"
+
+
+def of_adam(size, gradient_error):
+    """A reference whose gradients are of these sizes, and all of whose runs made the same first update of Adam."""
+    update, moment = Quantity(UPDATE, "w"), Quantity(OPTIMIZER, "0/mu/w")
+    gradient = np.array(size)
+    truth = {GRADIENT_KEY: gradient, moment: 0.1 * gradient, update: 1 - 0.01 * np.sign(gradient)}
+    zero = np.zeros(gradient.shape)
+    spread = {GRADIENT_KEY: np.where(gradient == 0, 0.0, gradient_error), moment: zero, update: zero}
+    start = types.SimpleNamespace(params={"w": np.ones(gradient.shape, np.float32)})
+    found = Reference([truth], [spread], {key: np.empty(0, np.float32) for key in truth}, UNIT, start)
+
+    def error(at):
+        """Return the error of an update of the other sign at this element."""
+        other = truth[update].copy()
+        other[at] = 2 - other[at] + 0.01 * (gradient[at] == 0)
+        return reference.differences(found, Record([truth | {update: other}], [[]]), 8, COMPARED)[0][update]
+    return error
+
+
+def test_an_update_may_have_either_sign_where_the_gradient_is_no_larger_than_its_error():
+    error = of_adam([1.0, -0.5, 1e-3, 0.0], gradient_error=3e-4)
+    assert error(2) < 1
+    assert error(0) > 100 and error(1) > 100, "their signs are sure"
+    assert error(3) > 100, "a gradient that is exactly zero in all runs"
+    assert of_adam([1.0, -0.5, 1e-3, 0.0], gradient_error=1e-7)(2) > 100, "the sign is sure in more precise runs"
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("float32", 24), ("bfloat16", 8), ("float16", 11), ("fp8", 8)])
