@@ -74,7 +74,7 @@ def test_runs_of_ones_own_model(capsys):
 
 
 def test_a_batch_and_a_mesh_behind_rounding():
-    """What differs later than rounding, and a collective that only one of two runs on the same mesh lacks."""
+    """A batch that differs behind rounding, and a collective that only one of two runs on the same mesh lacks."""
     changed = parts(data=jt.BatchFunction(lambda step: batch(step, changed=2)),
                     loss_fn=lambda model, batch: loss_fn(model, jax.tree.map(lambda x: x[::-1], batch)))
     one = found(of_b=changed)
