@@ -144,7 +144,8 @@ def chains() -> list:
     # These have tests of their own, take hours, or need the Hugging Face Hub.
     slow = ("hf:Qwen", "pytest", "tools/benchmarks", "tools/device", "tools/release/compare_evaluation",
             "tools/release/mutants", "tools/release/proof_mutants", "tools/release/bisection_mutants",
-            "python examples/", "jaxtrain launch", "jaxtrain jobs", "jaxtrain sweep", "jaxtrain compile", "--compiled=")
+            "python examples/", "jaxtrain launch", "jaxtrain jobs", "jaxtrain sweep", "jaxtrain compile", "--compiled=",
+            "jaxtrain bisect", "data trace configs/")
     commands = [command for command in shown() if re.search("examples/(reinforce|sft)", command) or not any(
         word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=made)]

@@ -1,6 +1,9 @@
 """Two runs that part, or do not, for each cause that there is."""
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +17,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.bisection import bisect as bisecting
 from jaxtrain.commands.bisect import main
-from tests.tiny import devices
+from tests.tiny import ROOT, devices
 
 pytestmark = pytest.mark.usefixtures("cache")
 WIDE, ROWS = 4, 8
@@ -135,10 +138,6 @@ def test_a_record_that_no_step_gives(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_command_with_other_code(tmp_path, capsys):
     """A copy of the code with a change, in a process of its own; the same code; and what is refused."""
-    import shutil
-
-    from tests.trainer.test_multiprocess import ROOT
-
     shutil.copytree(ROOT / "jaxtrain", tmp_path / "jaxtrain", ignore=shutil.ignore_patterns("__pycache__"))
     file = tmp_path / "jaxtrain/kernels/attention/xla_attention.py"
     file.write_text(file.read_text().replace("q_BTHK * K**-0.5", "q_BTHK * K**-0.51"))
@@ -152,6 +151,17 @@ def test_the_command_with_other_code(tmp_path, capsys):
     one = json.loads(done.stdout)
     assert one["cause"] == "operation" and [op["name"] for op in one["operations"]] == ["mul", "mul"]
     assert all(op["where"] == "layer 1 of 2" and "xla_attention.py" in op["source"] for op in one["operations"])
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(tmp_path):
+    block, = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/bisect.md").read_text(), re.M | re.S)
+    commands = block.replace(".venv/bin/python", sys.executable).replace(
+        ".venv/bin/jaxtrain", f"{sys.executable} -m jaxtrain").replace("configs/", f"{ROOT}/configs/").splitlines()
+    done = [subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, timeout=900,
+                           env=os.environ | {"PYTHONPATH": f"{ROOT}"}) for command in commands]
+    assert [one.returncode for one in done] == [0, 0, 1], done[-1].stderr
+    assert "layer 1 of 2: add with 9.999999747e-05, jaxtrain/models/layers.py" in done[-1].stdout
 
 
 def test_what_is_refused(tmp_path, capsys):

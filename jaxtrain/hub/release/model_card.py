@@ -136,7 +136,7 @@ def _training(run: JsonMapping, metrics: Iterable[JsonMapping], record: JsonMapp
     packages = run.get("packages", {})
     rows = {"tokens": f"{tokens[-1]:,}" if tokens else "", "devices": run.get("device_kind"),
             "mesh": mesh or "one device", "config": run.get("config_hash"), "commit": run.get("git_commit"),
-            "JAX": packages.get("jax"), "proof": in_words(run["proof"]) if run.get("proof") else "",
+            "JAX": packages.get("jax"), "proof": in_words(run["proof"]) if isinstance(run.get("proof"), dict) else "",
             "parameters' fingerprint": record.get("parameters")}
     return "## Training\n\n" + _table(("", ""), [(key, value) for key, value in rows.items() if value])
 

@@ -45,7 +45,8 @@ def summary(one: RunCurves) -> dict[str, str]:
         shape = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         facts["devices"] = f"{math.prod(sizes.values())} {run.run.get('device_kind', '')}" + f" ({shape})" * bool(shape)
     if isinstance(proof := run.run.get("proof"), dict):
-        facts["proof"] = f"{proof.get('layouts')} layouts as one device ({proof.get('date', '')[:10]})"
+        date = f"{proof.get('date', '')}"[:10]
+        facts["proof"] = f"{proof.get('layouts')} layouts as one device ({date})"
     return facts
 
 
