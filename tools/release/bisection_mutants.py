@@ -97,8 +97,8 @@ MUTANTS = {
     "loss_of_the_target_twice": Mutant(
         told=("cross_entropy.py", "against_tokens"),
         file="kernels/loss_head/cross_entropy.py",
-        old="entropy_N = lse_N - correct_N",
-        new="entropy_N = lse_N - 1.01 * correct_N"),
+        old="lse_N, correct_N = log_partition(logits_NV, hit_NV)\n        entropy_N = lse_N - correct_N",
+        new="lse_N, correct_N = log_partition(logits_NV, hit_NV)\n        entropy_N = lse_N - 1.01 * correct_N"),
     "gradient_of_the_target": Mutant(
         told=("cross_entropy.py", "against_tokens"),
         file="kernels/loss_head/cross_entropy.py",
