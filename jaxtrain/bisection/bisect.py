@@ -159,10 +159,11 @@ class _Search:
     def _batches(self, steps: Iterable[int]) -> Parting | None:
         for step in steps:
             mine, theirs = self.a.batch(step), self.b.batch(step)
-            wrong = [name for name in mine if name not in theirs or not np.array_equal(mine[name], theirs[name])]
+            wrong = sorted(mine.keys() ^ theirs.keys()) or [
+                name for name in mine if not np.array_equal(mine[name], theirs[name])]
             if wrong:
                 return self._parting(BATCH, step + 1, f"the batch of step {step + 1} is another one: "
-                                     f"{_where(mine[wrong[0]], theirs.get(wrong[0]), wrong[0])}; jaxtrain inspect "
+                                     f"{_where(mine.get(wrong[0]), theirs.get(wrong[0]), wrong[0])}; jaxtrain inspect "
                                      f"--step={step} shows it", results=wrong)
         return None
 
@@ -242,9 +243,11 @@ def _equal(mine: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
         (mine[name], theirs[name]) for name in mine.keys() & theirs.keys()))
 
 
-def _where(mine: np.ndarray, theirs: np.ndarray | None, name: str) -> str:
-    if theirs is None or mine.shape != theirs.shape:
-        return f"its {name} have the shape {mine.shape}, and {None if theirs is None else theirs.shape}"
+def _where(mine: np.ndarray | None, theirs: np.ndarray | None, name: str) -> str:
+    if mine is None or theirs is None:
+        return f"only one of the runs has {name}"
+    if mine.shape != theirs.shape:
+        return f"its {name} have the shape {mine.shape}, and {theirs.shape}"
     at = np.argwhere(mine != theirs)
     rows = sorted({int(place[0]) for place in at})
     return (f"{name} differ in {len(rows)} of {len(mine)} rows, first in row {rows[0]} at position "

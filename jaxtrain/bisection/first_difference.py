@@ -59,10 +59,10 @@ class _Known:
     """The values of a program."""
 
     def __init__(self, program: Trace):
-        self._of_size: dict[int, list[Value]] = defaultdict(list)
+        of_size: dict[int, list[np.ndarray]] = defaultdict(list)
         for value in _values(program):
-            self._of_size[value.size].append(value)
-        self._sums = {size: np.stack([value.sums for value in values]) for size, values in self._of_size.items()}
+            of_size[value.size].append(value.sums)
+        self._sums = {size: np.stack(sums) for size, sums in of_size.items()}
 
     def __contains__(self, value: Value) -> bool:
         if value.size not in self._sums:

@@ -134,7 +134,7 @@ class WorkerPool:
         self._workers: list[_Worker | None] = [None] * workers
         self._lock = threading.RLock()  # with a sampler elsewhere, turns are asked on its thread
         self._ends = 0  # how often all processes were ended
-        self._starting: _Worker | None = None
+        self._starting: _Worker | None = None  # the one that was started last
         weakref.finalize(self, _end, self._workers)  # at Python's exit too
 
     def tasks(self) -> list[JsonObject]:
@@ -178,7 +178,8 @@ class WorkerPool:
         """End all processes, and with them turns that another thread waits for; they are started again when needed."""
         self._ends += 1
         for worker in filter(None, (*self._workers, self._starting)):
-            worker.send_kill()
+            if worker.process.returncode is None:  # else its number may be another process's by now
+                worker.send_kill()
         with self._lock:
             _end(self._workers)
 
