@@ -381,8 +381,8 @@ def test_a_storm_of_kills_gives_the_conversations_of_a_calm_run(files, chat, ans
     data = jt.build(config(files), devices=jax.devices()[:1]).data
     rng, killed, kept = np.random.default_rng(0), [], data.environment._hand_out
 
-    def storm(waiting):
-        kept(waiting)
+    def storm(waiting, ends):
+        kept(waiting, ends)
         busy = [worker for worker in data.environment._workers if worker and worker.asked]
         pid = busy[0].process.pid if busy else 0
         if busy and len(killed) < 12 and pid not in killed and busy[0].asked.tries < 2 and rng.random() < 0.9:
