@@ -1,7 +1,7 @@
 """What a chunk's forward pass leaves for its backward pass, as arrays that wait in slots.
 
 `jax.vjp` returns a function that is a pytree of the arrays that a backward pass reads. Some of them are the weights,
-or slices of them, which a stage holds anyway: those are not stored once more for each micro-batch.
+which a stage holds anyway: those are not stored once more for each micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +18,15 @@ from jaxtrain.base.annotations import PyTree
 Pull = Callable[..., Any]  # what `jax.vjp` returns
 CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2"}
 UNREAD = -1  # what a branch that was not taken would have kept, in place of which JAX has an array without values
-VIEWS = {"slice", "squeeze", "reshape", "transpose", "dynamic_slice", "reshard", "sharding_constraint"}
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """The arrays of a chunk's `jax.vjp` function: those that are stored, and how B finds the others."""
+    """The arrays of a chunk's `jax.vjp` function: those that are stored, and which of B's own the others are."""
 
     structure: Any  # of the function, as a pytree; the same for every chunk and micro-batch
-    program: ClosedJaxpr  # of what B has anyway, and the chunk's input, to all arrays
-    sources: dict[Var, Var]  # the variables of the program that are another one, such as a scan's copy of a weight
-    found: tuple[bool, ...]  # for each array: whether B finds it
+    at_hand: tuple[int | None, ...]  # for each array: which of those at hand it is; None: it is stored
+    shapes: tuple[Any, ...]  # of the stored arrays: their types
 
     @classmethod
     def of(cls, pull_of: Callable[[PyTree, PyTree], Pull], at_hand: PyTree, x: PyTree) -> "Residuals":
@@ -40,41 +38,21 @@ class Residuals:
             structures.append(structure)
             return leaves
 
-        program = jax.make_jaxpr(arrays)(at_hand, x)
-        jaxpr, sources = program.jaxpr, {}
-        held = set(jaxpr.invars[:len(jax.tree.leaves(at_hand))]) | set(jaxpr.constvars)
-        for eqn in jaxpr.eqns:
-            for number, source in _copies(eqn):
-                sources[eqn.outvars[number]] = source
-                held |= {eqn.outvars[number]} if source in held else set()
-            if eqn.primitive.name in VIEWS and all(isinstance(v, Literal) or v in held for v in eqn.invars):
-                held |= set(eqn.outvars)
-        return cls(structures[0], program, sources, tuple(
-            isinstance(v, Literal) or v in held for v in jaxpr.outvars))
+        jaxpr = jax.make_jaxpr(arrays)(at_hand, x).jaxpr
+        count = len(jax.tree.leaves(at_hand))
+        places = tuple(place if place is not None and 0 <= place < count else None for place in _passed(jaxpr))
+        return cls(structures[0], places, tuple(
+            v.aval for v, place in zip(jaxpr.outvars, places, strict=True) if place is None))
 
     def stored(self, pull: Pull) -> list[jax.Array]:
-        """Return the arrays of a function that B does not find."""
-        return [array for array, found in zip(jax.tree.leaves(pull), self.found, strict=True) if not found]
+        """Return the arrays of a function that B does not have anyway."""
+        return [array for array, place in zip(jax.tree.leaves(pull), self.at_hand, strict=True) if place is None]
 
     def restored(self, stored: Sequence[jax.Array], at_hand: PyTree) -> Pull:
         """Return the function again."""
-        jaxpr = self.program.jaxpr
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self.program.consts, *jax.tree.leaves(at_hand)),
-                         strict=False))  # the chunk's input is missing
-        made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-        def value(v: Var | Literal) -> Any:
-            if isinstance(v, Literal):
-                return v.val
-            if v not in known:
-                eqn = made[v]
-                known[v] = value(self.sources[v]) if v in self.sources else eqn.primitive.bind(
-                    *map(value, eqn.invars), **eqn.params)
-            return known[v]
-
-        rest = iter(stored)
+        rest, known = iter(stored), jax.tree.leaves(at_hand)
         return jax.tree.unflatten(self.structure, [
-            value(v) if found else next(rest) for v, found in zip(jaxpr.outvars, self.found, strict=True)])
+            next(rest) if place is None else known[place] for place in self.at_hand])
 
     def empty(self) -> list[jax.Array]:
         """Return zeros in place of the stored arrays."""
@@ -82,7 +60,7 @@ class Residuals:
             if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
                 return jnp.broadcast_to(jax.random.key(0), aval.shape)
             return jax.reshard(jnp.zeros(aval.shape, aval.dtype), getattr(aval.sharding, "spec", P()))
-        return [zeros(v.aval) for v, found in zip(self.program.jaxpr.outvars, self.found, strict=True) if not found]
+        return [zeros(aval) for aval in self.shapes]
 
 
 def _copies(eqn: JaxprEqn) -> Iterator[tuple[int, Var]]:

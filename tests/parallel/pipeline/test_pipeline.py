@@ -88,7 +88,8 @@ def test_a_pipeline_gives_the_numbers_of_one_device(case):
 
 
 EVERY = SLOW | dealt()
-IN_SLOW = ("experts whose results are kept", "gpipe with chunks", "three chunks")  # of schedules that no other slow case has
+# Of what no other slow case has.
+IN_SLOW = ("experts whose results are kept", "gpipe with chunks", "three chunks")
 
 
 @pytest.mark.parametrize("case", [
