@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.base.scan_parts import parts_of_scan
 
 Pull = Callable[..., Any]  # what `jax.vjp` returns
 CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2"}
@@ -66,8 +67,8 @@ class Residuals:
 def _copies(eqn: JaxprEqn) -> Iterator[tuple[int, Var]]:
     """Yield the results of an equation that are whole inputs of it, with that input."""
     for number, at in enumerate(_inputs(eqn)):
-        if at is not None and isinstance(eqn.invars[at], Var):
-            yield number, eqn.invars[at]
+        if at is not None and isinstance(source := eqn.invars[at], Var):
+            yield number, source
 
 
 def _inputs(eqn: JaxprEqn) -> Sequence[int | None]:
@@ -82,9 +83,9 @@ def _inputs(eqn: JaxprEqn) -> Sequence[int | None]:
     passed = [None if at == UNREAD else at for at in _passed(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)]
     if eqn.primitive.name in CALLS:
         return passed
-    carried = eqn.params["num_carry"]  # what follows is of all iterations, and so are the last inputs
-    begin = eqn.params["num_consts"] + carried
-    return [at if number >= carried and at is not None and at >= begin else None for number, at in enumerate(passed)]
+    fixed, carried = parts_of_scan(eqn)  # what follows these is of all iterations
+    return [at if number >= carried and at is not None and at >= fixed + carried else None
+            for number, at in enumerate(passed)]
 
 
 def _passed(jaxpr: Jaxpr) -> list[int | None]:
