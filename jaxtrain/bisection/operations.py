@@ -19,6 +19,7 @@ from jax.extend import core
 from jax.typing import ArrayLike
 
 from jaxtrain.base.annotations import AnyArray, JsonObject
+from jaxtrain.base.scan_parts import parts_of_scan
 from jaxtrain.proof import float64
 
 SUMS = 4
@@ -190,7 +191,7 @@ class _Evaluation:
 
     def _scan(self, eqn: core.JaxprEqn, args: list[Pair], place: tuple[str, ...]) -> list[Pair]:
         p, body = eqn.params, eqn.params["jaxpr"]
-        fixed, carried = float64.parts_of_scan(eqn)
+        fixed, carried = parts_of_scan(eqn)
         consts, carry, xs = args[:fixed], args[fixed:fixed + carried], args[fixed + carried:]
         rounds = range(p["length"])
         stacks: list[list[Pair]] = []

@@ -77,6 +77,9 @@ class PipelineConfig:
     # overlap transfers between stages with computation, by one tick more for each transfer: this makes the bubble
     # longer
     overlap: bool = False
+    # compute the forward pass of a stage again in its backward pass; false: keep what train.remat keeps, of all
+    # micro-batches that are between the two, which takes more memory and a quarter less computation
+    recompute: bool = True
     table: str = ""  # a CSV or JSON file with a schedule of your own
 
     def __post_init__(self):

@@ -48,6 +48,17 @@ def wrap(policy: Policy, in_loop: bool = False) -> Wrap:
     return lambda layer: jax.checkpoint(layer, policy=_saveable(policy), prevent_cse=not in_loop)
 
 
+def of_several_layers(remat: str) -> Wrap:
+    """Return a function that makes several layers keep what `train.remat` says, and no weights in another shape.
+
+    Layers that keep only some results do so themselves.
+    """
+    if remat != "none":
+        return lambda layers: layers
+    return lambda layers: jax.checkpoint(
+        layers, policy=lambda primitive, *_, **__: primitive.name not in ("reshape", "reshard"), prevent_cse=False)
+
+
 def _saveable(policy: Policy) -> Callable[..., Any]:
     kinds, products = jax.checkpoint_policies, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     named = kinds.save_only_these_names(*policy.kept)

@@ -160,7 +160,8 @@ def draw(rng: random.Random, config: Config, devices: int, *, own: bool, fixed_a
         if sizes["stage"] > 1:
             schedule = rng.choice(SCHEDULES)
             drawn |= {"pipeline.schedule": schedule, "pipeline.microbatches": often(rng, *MICROBATCHES),
-                      "pipeline.chunks": 0, "pipeline.table": "", "pipeline.overlap": rng.random() < 0.3}
+                      "pipeline.chunks": 0, "pipeline.table": "", "pipeline.overlap": rng.random() < 0.3,
+                      "pipeline.recompute": "@host" in drawn.get("train.remat", "") or rng.random() < 0.5}
     return Layout(keys | {key: value for key, value in drawn.items() if value != value_in(config, key)})
 
 

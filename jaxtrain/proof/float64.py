@@ -15,6 +15,7 @@ from jax.extend import core
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.base.scan_parts import parts_of_scan
 
 Values = jax.Array | list[jax.Array]
 Rule = Callable[..., Values]  # an equation of a jaxpr and its arguments -> its results
@@ -111,14 +112,6 @@ def _inner(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:
 def _function(inner: core.ClosedJaxpr | core.Jaxpr) -> Callable[..., list[jax.Array]]:
     jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())
     return lambda *args: _evaluate(jaxpr, consts, args)
-
-
-def parts_of_scan(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """Return how many arguments of a scan are the same in all rounds, and how many it carries from one to the next."""
-    if "ft_in" in eqn.params:  # since JAX 0.12
-        fixed, carried, _ = map(len, eqn.params["ft_in"].unpack())
-        return fixed, carried
-    return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
 def _scan(eqn: core.JaxprEqn, *args: jax.Array) -> list[jax.Array]:

@@ -84,12 +84,14 @@ class ModelLoss:
 
     def pipeline(self, objective: Objective, schedules: Schedules) -> "Pipeline":
         """Return the loss of an objective cut into stages."""
+        from jaxtrain.models.rematerialization import of_several_layers
         from jaxtrain.parallel.pipeline.pipeline import Pipeline
 
         assert objective.pipeline_parts
         at_rest = jax.tree.map(lambda s: s.spec, self.layout.gradients)
+        keeps = None if self.config.pipeline.recompute else of_several_layers(self.config.train.remat)
         return Pipeline(objective.pipeline_parts, *schedules, self.layout.rules, self.layout.axes,
-                        self.layout.frozen_axes, at_rest)
+                        self.layout.frozen_axes, at_rest, keeps)
 
     def _shape(self, batch: Batch) -> Shape:
         arrays = {name: Array.of(declared) for name, declared in self.objective.batch_spec.items()}

@@ -117,6 +117,12 @@ TABLE = (
             lambda a: a.wrong_chunks[0],
             lambda a: a.wrong_chunks[1],
             {"mesh.stage": 2, "pipeline.schedule": "1f1b", "pipeline.chunks": 2}, {"pipeline.schedule": "interleaved"}),
+    Refusal("pipeline.recompute", "results that stages keep on hosts",
+            lambda a: a.mesh.shape["stage"] > 1 and not a.config.pipeline.recompute and "@host" in a.config.train.remat,
+            lambda a: f"stages keep nothing on hosts, as train.remat={a.config.train.remat} says",
+            lambda a: "leave @host out, or use pipeline.recompute=true",
+            {"mesh.stage": 2, "pipeline.recompute": False, "train.remat": "attention+mlp@host"},
+            {"train.remat": "attention+mlp"}),
     Refusal("train.loss_chunks", "chunks of the loss that do not divide the tokens that pass a device at a time",
             lambda a: a.config.train.loss_chunks and a.tokens % a.config.train.loss_chunks,
             lambda a: f"{a.config.train.loss_chunks} does not divide the {a.tokens} tokens of a device's micro-batch"

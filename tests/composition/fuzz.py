@@ -78,7 +78,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     }
     if sizes["stage"] > 1:
         keys |= {"pipeline.schedule": schedule, "pipeline.overlap": rng.random() < 0.3,
-                 "pipeline.microbatches": often(*drawn_layouts.MICROBATCHES),
+                 "pipeline.microbatches": often(*drawn_layouts.MICROBATCHES), "pipeline.recompute": rng.random() < 0.5,
                  "pipeline.chunks": often(0, 3) if schedule == "interleaved" else 0}
     if family in EXPERTS:
         keys |= {"model.capacity_factor": often(0.0, 0.75, 1.25)}

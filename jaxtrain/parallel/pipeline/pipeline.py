@@ -5,7 +5,8 @@ with its own stage's layers; tensor parallelism, and the manual regions of conte
 What a stage does at a tick is looked up in the table and done in a branch: collectives inside join devices of one stage
 only. Between stages there is one permutation to the right and one to the left per tick, outside all branches.
 
-A stage keeps the inputs of its chunks and recomputes the rest in B: one more forward pass than without a pipeline.
+A stage keeps the inputs of its chunks and recomputes the rest in B: one more forward pass than without a pipeline. With
+`keeps` it keeps, of each micro-batch between its F and its B, what a backward pass needs (`residuals.py`).
 Weight gradients are accumulated where they are made, and summed over devices once, after the last tick.
 """
 
@@ -24,7 +25,7 @@ from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.schema import PipelineConfig
 from jaxtrain.parallel import schedules
 from jaxtrain.parallel.pipeline.parts import Parts, Sums, lower
-from jaxtrain.parallel.pipeline.stage import Stage
+from jaxtrain.parallel.pipeline.stage import Stage, Wrap
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import activations, axis_rules
 from jaxtrain.sharding.axis_rules import SpecEntry
@@ -67,6 +68,7 @@ class Pipeline:
     axes: Any  # logical names of the trained parameters
     frozen_axes: Any  # logical names of the frozen parameters
     at_rest: Any  # partition specs of the gradients
+    keeps: Wrap | None = None  # what makes a chunk's function keep results for its B; None: B computes them again
 
     def gradient(self, params: Params, frozen: Params, batch: Batch,
                  scale: jax.Array | float) -> tuple[tuple[jax.Array, jax.Array, Sums], Params]:
@@ -128,7 +130,7 @@ class Pipeline:
             (layers, outer), (frozen_layers, frozen_outer) = trained, frozen
             mine, frozen_mine = (jax.tree.map(lambda w: w[0], tree) for tree in (layers, frozen_layers))
             work = Stage(parts, schedule, stage, placement.slots(stage), mine, outer, (frozen_mine, frozen_outer),
-                         batch, seed, self._products())
+                         batch, seed, self._products(), self.keeps)
             done = work.run()
             if parts.together:
                 ends = jax.tree.map(partial(_island, lambda x: _sum(x, ("stage",))), done["end"])

@@ -12,6 +12,7 @@ from jaxtrain.base import further_sums
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.parallel.pipeline.deferred import Deferred, Ledger, Path, put, take
 from jaxtrain.parallel.pipeline.parts import Parts, Sums, lower, whole
+from jaxtrain.parallel.pipeline.residuals import Pull, Residuals
 from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.parallel.schedules import Column, Hop, Schedule, table
 from jaxtrain.sharding import activations
@@ -20,6 +21,7 @@ from jaxtrain.train_step.state import Batch, Params
 
 F32 = jnp.float32
 Carry = dict[str, Any]
+Wrap = Callable[[Callable], Callable]
 
 
 class Stage:
@@ -29,18 +31,20 @@ class Stage:
         layers: the trained parameters of the stage's layers.
         outer: the trained parameters of everything else.
         frozen: the frozen parameters of both kinds, as a pair.
+        keeps: what makes a chunk's function keep results for B; None: B computes them again.
     """
 
     def __init__(self, parts: Parts, schedule: Schedule, stage: jax.Array, slots: Mapping[str, Slots], layers: Params,
                  outer: Params, frozen: tuple[Params, Params], batch: Batch, seed: jax.Array,
-                 deferrable: frozenset[Path]):
+                 deferrable: frozenset[Path], keeps: Wrap | None = None):
         self.parts, self.slots, self.layers, self.outer = parts, slots, layers, outer
         self.batch, self.seed = batch, seed
         self.frozen_layers, self.frozen_outer = frozen
         self.stages, self.latency, self.last, self.kinds = (
             schedule.stages, schedule.latency, schedule.last, schedule.kinds)
         self.table = table(schedule)
-        self.trash = {"acts": self.table.activations, "grads": self.table.gradients, "pairs": self.table.weight_slots}
+        self.trash = {"acts": self.table.activations, "kept": self.table.activations, "grads": self.table.gradients,
+                      "pairs": self.table.weight_slots}
         self.position = jnp.asarray(np.array(schedule.position, np.int32))[stage]
         self.rows = jnp.asarray(self.table.op)[:, stage]
         self.empty = self._activation()
@@ -49,6 +53,8 @@ class Stage:
             weights, micro = pick(self.layers, 0), pick(self.batch, 0)
             looking = put(weights, self._deferred(take(weights, deferrable)[1], dict.fromkeys(deferrable)))
             jax.eval_shape(lambda: self.middle(0, looking, self.empty, micro))
+        self.keeps = keeps if "B" in self.kinds else None
+        self.residuals = self._residuals() if self.keeps else None
 
     def run(self) -> Carry:
         """Run all ticks."""
@@ -74,6 +80,9 @@ class Stage:
                 outer_grads=jax.tree.map(lambda w: jnp.zeros_like(w, F32), self.outer))
         if "W" in self.kinds:
             carry |= dict(pairs=slots(self.rooms(), "pairs"))
+        if self.residuals:
+            carry |= dict(kept=slots((self.residuals.empty(), none, jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype), sums)), "acts"))
         return carry
 
     def tick(self, carry: Carry, row: jax.Array) -> tuple[Carry, None]:
@@ -92,12 +101,16 @@ class Stage:
 
     # ------------------------------------------------------------------------------------------------ the operations
     def forward(self, carry: Carry, row: jax.Array) -> Carry:
-        """F: keep the chunk's input and send its output; the last chunk has none, since B recomputes it."""
+        """F: keep what B needs and send the chunk's output, of which the last chunk has none where B recomputes it."""
         chunk, micro = row[Column.F_CHUNK], pick(self.batch, row[Column.F_MB])
         here, weights = self.position[chunk], pick(self.layers, chunk)
         x = lax.cond(here == 0, lambda: self.parts.begin(self.all_of(chunk, weights, self.outer), micro),
                      lambda: pick(carry["acts"], row[Column.F_IN]))
-        if "B" in self.kinds:
+        if self.residuals:  # B reads the output, which the last chunk's loss begins with, in place of the input
+            (y, penalty), pull, sums = self.differentiated(self.at_hand(chunk, weights, micro), x)
+            carry = self.store(carry, "acts", y, row, Column.F_IN)
+            carry = self.store(carry, "kept", (self.residuals.stored(pull), penalty, sums), row, Column.F_IN)
+        elif "B" in self.kinds:
             carry = self.store(carry, "acts", x, row, Column.F_IN)
             y = lax.cond(here == self.last, lambda: x, lambda: self.middle(chunk, weights, x, micro)[0])
         else:
@@ -108,21 +121,18 @@ class Stage:
         return self.send(carry, "F", y, row)
 
     def backward(self, carry: Carry, row: jax.Array) -> Carry:
-        """B: recompute the chunk, and at the end the loss; send the input's gradient, accumulate those of weights.
+        """B: recompute the chunk or take what F kept of it, and compute the loss at the end; send the input's gradient.
 
         With W in the schedule, weight products are deferred: only their inputs and output gradients are kept.
         """
         chunk, micro = row[Column.B_CHUNK], pick(self.batch, row[Column.B_MB])
         here, weights = self.position[chunk], pick(self.layers, chunk)
-        rest, kernels = take(weights, self.rooms())
-
-        def middle(rest, rooms, x, shared):
-            y, penalty, sums = self.middle(chunk, put(rest, self._deferred(kernels, rooms)), x, micro, shared)
-            return (y, penalty), sums
-
-        shared = {key: self.outer[key] for key in self.parts.shared if key in self.outer}
-        (y, penalty), pull, sums = jax.vjp(middle, rest, self.rooms(), pick(carry["acts"], row[Column.B_IN]), shared,
-                                           has_aux=True)
+        at_hand, held = self.at_hand(chunk, weights, micro), pick(carry["acts"], row[Column.B_IN])
+        if self.residuals:
+            kept, penalty, sums = pick(carry["kept"], row[Column.B_IN])
+            y, pull = held, self.residuals.restored(kept, at_hand)
+        else:
+            (y, penalty), pull, sums = self.differentiated(at_hand, held)
 
         def at_the_end(grads):
             loss, pull, further = jax.vjp(lambda outer, y: self.parts.end(self.all_of(chunk, weights, outer), y, micro),
@@ -135,7 +145,7 @@ class Stage:
 
         end, outer_grads, dy = lax.cond(here == self.last, at_the_end, elsewhere, carry["outer_grads"])
         d_rest, pairs, dx, d_shared = pull((dy, self.seed))
-        outer_grads |= add({key: outer_grads[key] for key in shared}, d_shared)
+        outer_grads |= add({key: outer_grads[key] for key in d_shared}, d_shared)
 
         def at_the_beginning(grads):
             _, pull = jax.vjp(lambda outer: self.parts.begin(self.all_of(chunk, weights, outer), micro), self.outer)
@@ -145,6 +155,24 @@ class Stage:
         carry |= self.told(carry, chunk, end, penalty, sums) | dict(
             rest_grads=add_at(carry["rest_grads"], chunk, d_rest), outer_grads=outer_grads)
         return self.send(self.store(carry, "pairs", pairs, row, Column.B_STORE), "B", dx, row)
+
+    def differentiated(self, at_hand: PyTree, x: PyTree) -> tuple[tuple[PyTree, jax.Array], Pull, Sums]:
+        """Return a chunk's output and penalty, the function that gives its gradients, and its sums."""
+        (rest, kernels), frozen, rooms, shared, outer, micro, slots = at_hand
+
+        def middle(rest, rooms, x, shared):
+            mine = put(rest, self._deferred(kernels, rooms))
+            y, penalty, sums = self.parts.middle(lower(partition.merge(*outer, shared, mine, frozen)), x, micro, slots)
+            return (y, penalty), sums
+
+        return jax.vjp(self.keeps(middle) if self.keeps else middle, rest, rooms, x, shared, has_aux=True)
+
+    def at_hand(self, chunk: jax.Array | int, weights: Params, micro: Batch) -> PyTree:
+        """Return what F and B of a chunk both have: weights, the micro-batch, and the numbers of the chunk's layers."""
+        shared = {key: self.outer[key] for key in self.parts.shared if key in self.outer}
+        return (take(weights, self.rooms()), pick(self.frozen_layers, chunk), self.rooms(), shared,
+                (partition.without(self.outer, shared), self.frozen_outer), micro,
+                {key: held.of_chunk(chunk) for key, held in self.slots.items()})
 
     def weigh(self, carry: Carry, row: jax.Array) -> Carry:
         """W: compute the weight products that B deferred."""
@@ -224,6 +252,11 @@ class Stage:
     def _deferred(self, kernels: Mapping[Path, jax.Array], rooms: Mapping[Path, PyTree]) -> dict[Path, Deferred]:
         return {path: Deferred(kernel, rooms[path], self.ledgers[path[0]], path)
                 for path, kernel in kernels.items()}
+
+    def _residuals(self) -> Residuals:
+        """Return what F leaves for B, found by a trace."""
+        at_hand = self.at_hand(0, pick(self.layers, 0), pick(self.batch, 0))
+        return Residuals.of(lambda at_hand, x: self.differentiated(at_hand, x)[1], at_hand, self.empty)
 
     def _activation(self) -> PyTree:
         """Return zeros shaped like the activations passed between chunks."""

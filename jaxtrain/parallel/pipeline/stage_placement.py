@@ -1,7 +1,7 @@
 """The placement of layers on pipeline stages, and conversion between [layers, ...] and [stages, chunks, slots, ...]."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -11,12 +11,13 @@ from jaxtrain.parallel.schedules import Position
 from jaxtrain.sharding.axis_rules import SpecEntry, axes_of
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
     """The layers that a stage, or one of its chunks, holds of a stack."""
 
     numbers: jax.Array  # the number of the layer in each slot; -1: the slot is empty
-    full: bool  # whether no stage has an empty slot
+    full: bool = field(metadata={"static": True})  # whether no stage has an empty slot
 
     def of_chunk(self, chunk: jax.Array | int) -> "Slots":
         """Return the slots of one chunk."""

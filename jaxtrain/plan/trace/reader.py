@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, subjaxprs
 
+from jaxtrain.base.scan_parts import parts_of_scan
 from jaxtrain.parallel.experts import OVERFLOW
 from jaxtrain.plan.trace import kernels
 from jaxtrain.plan.trace.layouts import LINEAR, VIEWS, Placing, carried, explicit, flat, spec_of, splits_more
@@ -322,10 +323,7 @@ class _Reader(Placing):
 
     def scan(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         params = eqn.params
-        if "ft_in" in params:  # JAX 0.12
-            consts, carries, _ = (len(list(part)) for part in params["ft_in"].unpack())
-        else:
-            consts, carries = params["num_consts"], params["num_carry"]
+        consts, carries = parts_of_scan(eqn)
         inputs = [self.summed(value) for value in inputs]
         closed = params["jaxpr"].jaxpr
         given = None if all(explicit(var.aval) for var in closed.invars) else [

@@ -35,11 +35,14 @@ QUICK = {
     "1f1b": ("gpt2", (1, 2, 1), pipeline(
         "1f1b", microbatches=4, overlap=True, mesh__stage=2, train__accumulation=2, model__num_layers=5)),
     "interleaved": ("gpt2", (1, 1, 2), pipeline(
-        "interleaved", microbatches=8, mesh__stage=2, model__num_layers=5, train__remat="full")),
-    "zb_h1": ("gpt2", (2, 2, 1), pipeline("zb_h1", microbatches=8, mesh__stage=2, optimizer__zero_stage=3)),
+        "interleaved", microbatches=8, mesh__stage=2, model__num_layers=5, train__remat="full", recompute=False)),
+    "zb_h1": ("gpt2", (2, 2, 1), pipeline("zb_h1", microbatches=8, mesh__stage=2, optimizer__zero_stage=3,
+                                          recompute=False)),
     "zb_v": ("gpt2", (1, 1, 2), pipeline("zb_v", mesh__stage=4, model__num_layers=5, train__unroll=0)),
 }
 SLOW = {
+    "experts whose results are kept": ("mixtral", (1, 2, 1), pipeline(
+        "1f1b", mesh__stage=2, recompute=False, train__remat="attention_and_dots")),
     "one micro-batch": ("gpt2", (1, 1, 1), pipeline("1f1b", microbatches=1, mesh__stage=2)),
     "one micro-batch, W apart": ("gpt2", (1, 1, 1), pipeline("zb_v", microbatches=1, mesh__stage=2)),
     "micro-batches of an odd number": ("gpt2", (1, 1, 2), pipeline(
@@ -65,12 +68,12 @@ def dealt():
               (4, (1, 2, 1))]
     every = list(itertools.product(SCHEDULES, meshes))
     deal, columns = random.Random(0), []
-    for values in (tuple(reference.FAMILIES), (2, 5, 7), range(4), (1, 2), (0, 1), REMAT, (False, True)):
+    for values in (tuple(reference.FAMILIES), (2, 5, 7), range(4), (1, 2), (0, 1), REMAT, (False, True), (False, True)):
         column = list(itertools.islice(itertools.cycle(values), len(every)))
         deal.shuffle(column)
         columns.append(column)
     names = ("model__num_layers", "optimizer__zero_stage", "train__accumulation", "train__unroll", "train__remat",
-             "overlap")
+             "overlap", "recompute")
     return {f"{schedule} stage{stage}-{'-'.join(map(str, (*mesh, family, *choice)))}":
             (family, mesh, pipeline(schedule, mesh__stage=stage, **dict(zip(names, choice, strict=True))))
             for (schedule, (stage, mesh)), family, *choice in zip(every, *columns, strict=True)}
@@ -85,7 +88,8 @@ def test_a_pipeline_gives_the_numbers_of_one_device(case):
 
 
 EVERY = SLOW | dealt()
-IN_SLOW = ("gpipe with chunks", "three chunks")  # of schedules that no other slow case has
+# Of what no other slow case has.
+IN_SLOW = ("experts whose results are kept", "gpipe with chunks", "three chunks")
 
 
 @pytest.mark.parametrize("case", [

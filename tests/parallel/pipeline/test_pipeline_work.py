@@ -19,10 +19,10 @@ JOINT, APART = ("gpipe", "1f1b", "interleaved"), ("zb_h1", "zb_v")
 
 
 @functools.cache
-def branches(schedule):
+def branches(schedule, **keys):
     """The run, and for F, B (and W) the program that a stage executes at a tick that has it."""
-    run = reference.build("gpt2", mesh__stage=2, model__num_layers=LAYERS, pipeline__schedule=schedule,
-                          pipeline__microbatches=4, data__global_batch_size=4 * ROWS)
+    run = reference.build("gpt2", **dict(mesh__stage=2, model__num_layers=LAYERS, pipeline__schedule=schedule,
+                                         pipeline__microbatches=4, data__global_batch_size=4 * ROWS) | keys)
     with mesh_context.use(run.mesh, run.sharded.rules):
         pipeline = run.sharded.computation.pipeline(run.objective, run.schedules)
         step = jax.jit(lambda params, batch: pipeline.gradient(params, {}, batch, 1.0))
@@ -97,6 +97,26 @@ def test_a_backward_without_weights_is_two_forwards(schedule):
     """One computed again, and the gradients of inputs; attention and the head have nothing to put off."""
     run, programs = branches(schedule)
     assert in_forwards(run, programs["B"]) == dict(layers=2, products=2, attention=3, head=3)
+
+
+@pytest.mark.parametrize(("schedule", "again"), [("1f1b", 2), ("zb_h1", 1)])
+def test_nothing_is_computed_twice_where_a_stage_keeps_its_results(schedule, again):
+    run, programs = branches(schedule, pipeline__recompute=False)
+    assert in_forwards(run, programs["F"]) == dict(layers=1, products=1, attention=1, head=0)
+    assert in_forwards(run, programs["B"]) == dict(layers=again, products=again, attention=2, head=3)
+
+
+@pytest.mark.parametrize("keys", [{}, {"model__num_layers": LAYERS - 1}, {"train__remat": "full"},
+                                  {"model__num_layers": LAYERS - 1, "train__remat": "full"},
+                                  {"train__unroll": 0}, {"train__unroll": 0, "train__remat": "dots"}], ids=str)
+def test_a_stage_keeps_its_weights_once(keys):
+    """B changes the gradients of matrices; F changes nothing of the size of one, or of those of all layers."""
+    run, programs = branches("1f1b", pipeline__recompute=False, **keys)
+    sizes = {layers * run.config.model.embed_dim * width for layers in (1, LAYERS // 2) for width in (
+        run.config.model.embed_dim, run.config.model.mlp_dim)}
+    changed = {kind: sum(math.prod(v.aval.shape[1:]) in sizes for v in program.outvars)
+               for kind, program in programs.items()}
+    assert changed["F"] == 0 < changed["B"]
 
 
 @pytest.mark.parametrize("schedule", APART)
