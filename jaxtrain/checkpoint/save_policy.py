@@ -25,6 +25,16 @@ _LONG = 600.0  # seconds that a run has to last before anything is said
 _MUCH = 0.01  # the share of the time that can be saved before anything is said
 
 
+def last_due(done: int, every: int) -> int:
+    """Return the last step, up to this one, after which something is due that comes every so many steps; 0: none."""
+    return done // every * every if every else 0
+
+
+def is_due(done: int, every: int) -> bool:
+    """Return whether something that comes every so many steps (0: never) is due after this step."""
+    return bool(every) and last_due(done, every) == done
+
+
 def daly(cost: float, mtbf: float) -> float:
     """Return the seconds of work between two saves that minimize the time lost to saves and failures together."""
     if cost >= 2 * mtbf:
@@ -66,7 +76,7 @@ class SavePolicy:
         """Return whether to save after this step."""
         if not self._writing():
             self._settle()
-        return bool(self._every) and done % self._every == 0
+        return is_due(done, self._every)
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:

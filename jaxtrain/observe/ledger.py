@@ -123,7 +123,13 @@ class Ledger:
 
     def account(self) -> Account:
         """Return the account of the whole run so far."""
-        return account([*self._earlier, self._copy()])
+        return account([*self._earlier, self.so_far()])
+
+    def so_far(self) -> Incarnation:
+        """Return the record of this start, up to now."""
+        with self._lock:
+            self._charge()
+            return dataclasses.replace(self._own, seconds=dict(self._own.seconds))
 
     # ------------------------------------------------------------------------------------------------------- the files
     def open(self, last_step: int) -> None:
@@ -154,7 +160,12 @@ class Ledger:
             return
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)  # it may have been deleted
-            atomic_files.write(self._file, json.dumps(vars(self._copy())))
+            atomic_files.write(self._file, json.dumps(vars(self.so_far())))
+
+    def end(self, how: str) -> None:
+        """Note how this start ended: "finished", "stopped" or "failed"."""
+        self._own.ended = how
+        self.write()
 
     def __enter__(self) -> "Ledger":
         return self
@@ -163,19 +174,13 @@ class Ledger:
         self._end.set()
         if self._thread is not None:
             self._thread.join()
-        self._own.ended = "finished" if kind is None else "stopped" if issubclass(kind, self._stopped) else "failed"
-        self.write()
+        self.end("finished" if kind is None else "stopped" if issubclass(kind, self._stopped) else "failed")
         if self._file is not None:
             say(table(self.account()))
 
     def _keep_writing(self) -> None:
         while not self._end.wait(self._every):
             self.write()
-
-    def _copy(self) -> Incarnation:
-        with self._lock:
-            self._charge()
-            return dataclasses.replace(self._own)
 
     def _charge(self) -> None:
         now = self.now()

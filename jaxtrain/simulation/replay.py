@@ -1,0 +1,83 @@
+"""Replays of real runs: the same failures on the virtual clock, and how far the two ledgers are apart."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxtrain.config.schema import CheckpointConfig
+from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import user_json
+from jaxtrain.launch.supervisor.supervisor import Settings
+from jaxtrain.observe.events import events
+from jaxtrain.observe.goodput import CATEGORIES, Account, account, incarnations
+from jaxtrain.simulation.failure_trace import Failure, recorded
+from jaxtrain.simulation.run_durations import Durations
+from jaxtrain.simulation.virtual_run import ENDLESS, Setup, VirtualRun
+
+_FORM = {"checkpoint": {"every": int, "local_checkpoint_every": int}, "train": {"steps": int}}
+SMALL = 0.01  # of the run's life: categories below it are too short to compare by ratio
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A run's own account, and that of its simulation."""
+
+    measured: Account
+    simulated: Account
+    failures: int  # in the trace
+
+    def rows(self) -> list[tuple[str, float, float]]:
+        """Return the categories that either has, with the seconds of both; and the whole life."""
+        found = [(name, self.measured.seconds[name], self.simulated.seconds[name]) for name in CATEGORIES]
+        return [*(row for row in found if row[1] or row[2]), ("all", self.measured.life, self.simulated.life)]
+
+    @property
+    def worst(self) -> float:
+        """The largest relative difference among the categories that have a hundredth of the run's life or more."""
+        return max(abs(b / a - 1) for _, a, b in self.rows() if a >= SMALL * self.measured.life)
+
+    @property
+    def misplaced(self) -> float:
+        """The largest difference of a category, as a share of the run's life."""
+        return max(abs(b - a) for _, a, b in self.rows()) / self.measured.life
+
+
+def replay(workdir: str | Path, durations: Durations, failures: Sequence[Failure] | None = None,
+           rules: Settings | None = None, seed: int = 0) -> Replay:
+    """Simulate a run with the failures that it had.
+
+    Args:
+        failures: in seconds since its first attempt; by default as its events tell of them.
+        rules: of its supervisor; by default those of `jaxtrain supervise`.
+
+    Raises:
+        UserError: the workdir is not that of a run under the supervisor.
+    """
+    config = user_json(Path(workdir) / "config.json", _FORM, "--replay", "give the workdir of a run")
+    starts = incarnations(workdir)
+    slots = [event["slots"] for event in events(workdir) if event["kind"] == "attempt" and event.get("slots")]
+    if config is None or not starts or not slots:
+        raise UserError("--replay", f"{workdir} has no ledger of a run under the supervisor",
+                        "give the workdir of a run that jaxtrain supervise has started")
+    finished, began = starts[-1].ended == "finished", _first_attempt(workdir)
+    checkpoint = CheckpointConfig(every=config["checkpoint"]["every"],
+                                  local_checkpoint_every=config["checkpoint"]["local_checkpoint_every"])
+    setup = Setup(max(map(len, slots)), durations, checkpoint, rules=rules or Settings(),
+                  last_step=config["train"]["steps"] if finished else ENDLESS,
+                  until=math.inf if finished else starts[-1].sign - began)
+    trace = recorded(workdir) if failures is None else list(failures)
+    outcome = VirtualRun(setup, trace, seed).run()
+    return Replay(account(starts), outcome.account, len(trace))
+
+
+def averaged(setup: Setup, each: Sequence[Durations]) -> Setup:
+    """Return the setup with the means of several runs' durations."""
+    names = [field.name for field in dataclasses.fields(Durations)]
+    mean = {name: math.fsum(getattr(one, name) for one in each) / len(each) for name in names}
+    return dataclasses.replace(setup, durations=Durations(**mean))
+
+
+def _first_attempt(workdir: str | Path) -> float:
+    return next(event["time"] for event in events(workdir) if event["kind"] == "attempt")
