@@ -16,6 +16,7 @@ KINDS = {
     "process": "a process dies; its machine goes on",
     "machine": "a machine is lost, with what it holds in memory, until it is replaced",
     "hang": "no step completes any more, although nothing died",
+    "bug": "a fault in code or data, which a person corrects before the run is started again",
     "storage": "the file system with the workdir is lost",
     "stop": "the run is told to stop, saves, and is started again",
 }

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.checkpoint.save_policy import daly
+from jaxtrain.checkpoint.save_policy import MOST, daly
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.observe.goodput import CATEGORIES
 from jaxtrain.simulation.failure_trace import DAY, Failure, drawn
@@ -83,7 +83,7 @@ def with_intervals(setup: Setup, per_day: Mapping[str, float], failures: Sequenc
     between, step = mtbf(per_day, setup.slots), setup.durations.step + setup.durations.data_wait
 
     def steps(cost: float, times: float) -> int:
-        return max(1, round(times * min(daly(cost, between), setup.until) / step))
+        return max(1, round(min(MOST, times * daly(cost, between)) / step))
 
     disk = setup.durations.save_blocked + setup.durations.save_drag
     if not memory:

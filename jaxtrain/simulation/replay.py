@@ -9,12 +9,13 @@ from pathlib import Path
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
+from jaxtrain.launch.supervisor.slot_pool import SlotPool
 from jaxtrain.launch.supervisor.supervisor import Settings
 from jaxtrain.observe.events import events
 from jaxtrain.observe.goodput import CATEGORIES, Account, account, incarnations
 from jaxtrain.simulation.failure_trace import Failure, recorded
 from jaxtrain.simulation.run_durations import Durations
-from jaxtrain.simulation.virtual_run import ENDLESS, Setup, VirtualRun
+from jaxtrain.simulation.virtual_run import ENDLESS, End, Setup, VirtualRun
 
 _FORM = {"checkpoint": {"every": int, "local_checkpoint_every": int}, "train": {"steps": int}}
 SMALL = 0.01  # of the run's life: categories below it are too short to compare by ratio
@@ -44,12 +45,29 @@ class Replay:
         return max(abs(b - a) for _, a, b in self.rows()) / self.measured.life
 
 
-def replay(workdir: str | Path, durations: Durations, failures: Sequence[Failure] | None = None,
+class _Struck(VirtualRun):
+    """A run each of whose attempts is struck so many seconds after it began, as an attempt of the real run was."""
+
+    def __init__(self, setup: Setup, offsets: Sequence[Failure], durations: Sequence[Durations], seed: int):
+        """`durations`: those of each attempt; the last ones go for all further attempts."""
+        super().__init__(setup, offsets, seed)
+        self._each = list(durations)
+
+    def _attempt(self, pool: SlotPool) -> End:
+        self.d = self._each.pop(0) if len(self._each) > 1 else self._each[0]
+        if self._next < len(self._failures):
+            offset = self._failures[self._next]
+            self._failures[self._next] = dataclasses.replace(offset, at=self._clock.now + offset.at)
+        return super()._attempt(pool)
+
+
+def replay(workdir: str | Path, durations: Sequence[Durations], failures: Sequence[Failure] | None = None,
            rules: Settings | None = None, seed: int = 0) -> Replay:
-    """Simulate a run with the failures that it had.
+    """Simulate a run with the failures that it had: each attempt fails as long after its beginning as the real one.
 
     Args:
-        failures: in seconds since its first attempt; by default as its events tell of them.
+        durations: those of each attempt, or one for all.
+        failures: in seconds since the run's first attempt; by default as its events tell of them.
         rules: of its supervisor; by default those of `jaxtrain supervise`.
 
     Raises:
@@ -64,19 +82,13 @@ def replay(workdir: str | Path, durations: Durations, failures: Sequence[Failure
     finished, began = starts[-1].ended == "finished", _first_attempt(workdir)
     checkpoint = CheckpointConfig(every=config["checkpoint"]["every"],
                                   local_checkpoint_every=config["checkpoint"]["local_checkpoint_every"])
-    setup = Setup(max(map(len, slots)), durations, checkpoint, rules=rules or Settings(),
+    setup = Setup(max(map(len, slots)), durations[0], checkpoint, rules=rules or Settings(),
                   last_step=config["train"]["steps"] if finished else ENDLESS,
                   until=math.inf if finished else starts[-1].sign - began)
     trace = recorded(workdir) if failures is None else list(failures)
-    outcome = VirtualRun(setup, trace, seed).run()
-    return Replay(account(starts), outcome.account, len(trace))
-
-
-def averaged(setup: Setup, each: Sequence[Durations]) -> Setup:
-    """Return the setup with the means of several runs' durations."""
-    names = [field.name for field in dataclasses.fields(Durations)]
-    mean = {name: math.fsum(getattr(one, name) for one in each) / len(each) for name in names}
-    return dataclasses.replace(setup, durations=Durations(**mean))
+    attempts = [event["time"] - began for event in events(workdir) if event["kind"] == "attempt"]
+    offsets = [dataclasses.replace(one, at=one.at - max(time for time in attempts if time <= one.at)) for one in trace]
+    return Replay(account(starts), _Struck(setup, offsets, durations, seed).run().account, len(trace))
 
 
 def _first_attempt(workdir: str | Path) -> float:

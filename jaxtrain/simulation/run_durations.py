@@ -1,10 +1,14 @@
 """How long the parts of a run take: assumed, or measured in the ledger and the events of a real one."""
 
 import dataclasses
+import itertools
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError
@@ -12,7 +16,7 @@ from jaxtrain.files.bounded_files import json_lines, user_json
 from jaxtrain.observe.events import events
 from jaxtrain.observe.goodput import Incarnation, incarnations
 
-_EVERY = {"checkpoint": {"every": int, "local_checkpoint_every": int}}
+_EVERY = {"checkpoint": {"every": int}}
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Durations:
     step: float = 10.0  # with all machines; with fewer, the same batch takes proportionally longer
     data_wait: float = 0.0  # of each step
     first_wait: float = 0.0  # besides, before the first step of a start: for its batch, and for other processes
+    opening: float = 0.0  # before that, opening what the loop writes, which is booked as held up by saves
     launch: float = 20.0  # from the decision to start to the first line of training: imports
     init: float = 20.0
     restore: float = 15.0
@@ -39,6 +44,7 @@ class Durations:
     swap: float = 60.0  # a spare machine takes the place of a lost one
     repair: float = 7200.0  # mean until a lost machine is back, or another one is found
     maintenance: float = 600.0  # the run stays down after it was told to stop
+    fix: float = 3600.0  # a fault in code or data takes a person so long
     person: float = 1800.0  # until somebody starts a run again whose supervisor gave up
     ledger: float = 5.0  # between two writes of the ledger
 
@@ -56,26 +62,62 @@ def measured(workdir: str | Path) -> Durations:
     """
     starts, told = incarnations(workdir), events(workdir)
     trained = [one for one in starts if one.resumed is not None and one.reached[0] > one.resumed]
-    config = user_json(Path(workdir) / "config.json", _EVERY, "--measured", "give the workdir of a run")
-    if config is None or not trained:
+    if not trained:
         raise UserError("--measured", f"{workdir} has no start in its ledger that completed a step",
                         "give the workdir of a run that has trained")
     steps = sum(one.reached[0] - (one.resumed or 0) for one in trained)
-    every, under_way = config["checkpoint"]["every"], [one for one in trained if one.ended != "finished"]
-    saves, booked = (sum(_saves(one, every) for one in under_way), sum(one.seconds["checkpoint"] for one in under_way))
+    every, begun = _every(workdir), [one for one in starts if one.resumed is not None]
+    under_way = [one for one in trained if one.ended != "finished"]
+    opening, blocked = _line([_saves(one, every) for one in under_way], [one.seconds["checkpoint"] for one in under_way])
     written = _mean(_numbers((event for event in told if event["kind"] == "checkpoint"), "written_s"))
     found = {"step": sum(one.reached[1] for one in trained) / steps,
              **_waits(trained, steps, workdir),
-             "restore": _mean(one.seconds["restore"] for one in trained if one.resumed),
-             **{name: _mean(one.seconds[name] for one in trained) for name in ("init", "compile")},
-             "save_blocked": booked / saves if saves else None,
+             "restore": _mean(one.seconds["restore"] for one in begun if one.resumed),
+             "init": _mean(one.seconds["init"] for one in begun),
+             "compile": _mean(one.seconds["compile"] for one in trained),
+             "opening": opening, "save_blocked": blocked,
              "save_written": written, "snapshot_stored": written,  # whose end no event tells of
              "snapshot_blocked": 0.0,  # the ledger has it in the steps
              **_of_restarts(told, starts)}
     if trained[-1].ended == "finished":
-        found["finish"] = max(0.0, trained[-1].seconds["checkpoint"] - (found["save_blocked"] or 0.0) * _saves(
+        found["finish"] = max(0.0, trained[-1].seconds["checkpoint"] - (opening or 0.0) - (blocked or 0.0) * _saves(
             trained[-1], every))
     return dataclasses.replace(Durations(), **{name: value for name, value in found.items() if value is not None})
+
+
+def _every(workdir: str | Path) -> int:
+    """Return how many steps a run makes between two checkpoints."""
+    config = user_json(Path(workdir) / "config.json", _EVERY, "--measured", "give the workdir of a run")
+    if config is None:
+        raise UserError("--measured", f"{workdir} has no config.json", "give the workdir of a run that has trained")
+    return config["checkpoint"]["every"]
+
+
+def each_measured(workdir: str | Path) -> list[Durations]:
+    """Return the durations of each attempt of a real run: its own, and means of parts that it did not complete."""
+    mean, starts, every = measured(workdir), incarnations(workdir), _every(workdir)
+    attempts = [event["time"] for event in events(workdir) if event["kind"] == "attempt"]
+    found = []
+    for time, after in itertools.zip_longest(attempts, attempts[1:], fillvalue=math.inf):
+        own = next((one for one in starts if time < one.began < after), None)
+        found.append(_own(mean, own, time, every) if own else mean)
+    return found
+
+
+def _own(mean: Durations, one: Incarnation, attempt: float, every: int) -> Durations:
+    """Return the durations of one start, where it completed the parts."""
+    steps, seconds = one.reached[0] - (one.resumed or 0), one.seconds
+    changes = {"launch": one.began - attempt}
+    if one.resumed is not None:
+        changes |= {"init": seconds["init"], "restore": seconds["restore"]}
+    if seconds["data_wait"]:
+        changes["compile"] = seconds["compile"]
+        if one.ended != "finished":
+            changes["opening"] = max(0.0, seconds["checkpoint"] - mean.save_blocked * _saves(one, every))
+    if steps:
+        changes |= {"step": one.reached[1] / steps,
+                    "first_wait": max(0.0, seconds["data_wait"] - mean.data_wait * steps)}
+    return dataclasses.replace(mean, **changes)
 
 
 def _waits(trained: Sequence[Incarnation], steps: int, workdir: str | Path) -> dict[str, float | None]:
@@ -98,6 +140,16 @@ def _of_restarts(told: Sequence[JsonObject], starts: Sequence[Incarnation]) -> d
         elif event["kind"] == "recovered":
             noticed.append(ended - (event["time"] - event["seconds"]))
     return {"launch": _mean(launches), "others_end": _mean(noticed)}
+
+
+def _line(counts: Sequence[int], seconds: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return what each start took, and each save, where both are booked together: the line of least squares."""
+    if len(set(counts)) < 2:
+        return None, math.fsum(seconds) / sum(counts) if sum(counts) else None
+    each, first = np.polyfit(counts, seconds, 1)
+    if first < 0 or each < 0:
+        return 0.0, math.fsum(seconds) / sum(counts)
+    return float(first), float(each)
 
 
 def _saves(one: Incarnation, every: int) -> int:

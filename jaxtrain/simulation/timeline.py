@@ -52,7 +52,7 @@ class Timeline:
 
     def _at(self, step: int, saves: int, taken: int) -> float:
         d = self._durations
-        return d.first_wait + (step - self.first) * (self._step + d.data_wait) + saves * (
+        return d.opening + d.first_wait + (step - self.first) * (self._step + d.data_wait) + saves * (
             self.save_blocked + d.save_drag) + taken * self.snapshot_blocked
 
     def position(self, seconds: float, last: int) -> Position:
@@ -63,14 +63,15 @@ class Timeline:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.completed(middle) <= seconds else (low, middle - 1)
         before, after = self.counts(max(self.first, low - 1)), self.counts(low)
-        rest = seconds - (self.completed(low) if low > self.first else 0.0)
-        blocked = min(rest, self.save_blocked) if after[0] > before[0] else 0.0
-        wait = d.data_wait + d.first_wait * (low == self.first)
+        began = low > self.first
+        rest = seconds - (self.completed(low) if began else 0.0)
+        blocked = min(rest, self.save_blocked * (after[0] > before[0]) + d.opening * (not began))
+        wait = d.data_wait + d.first_wait * (not began)
         waited = min(rest - blocked, wait) if low < last else 0.0
         steps = (low - self.first) * self._step + before[0] * d.save_drag + before[1] * self.snapshot_blocked
-        passed = (low - self.first) * d.data_wait + d.first_wait * (low > self.first)
+        passed = (low - self.first) * d.data_wait + d.first_wait * began
         return Position(low, steps, max(0.0, rest - blocked - waited), passed + waited,
-                        before[0] * self.save_blocked + blocked)
+                        before[0] * self.save_blocked + d.opening * began + blocked)
 
     def _around(self, seconds: float, last: int) -> tuple[int, int]:
         """Return steps between which the last one lies that is complete by then."""
@@ -78,7 +79,7 @@ class Timeline:
         short, save = self._step + d.data_wait, self.save_blocked + d.save_drag
         mean = short + (save / self.every if self.every else 0.0) + (
             self.snapshot_blocked / self.snapshots if self.snapshots else 0.0)
-        guess = self.first + int((seconds - d.first_wait) // mean)
+        guess = self.first + int((seconds - d.opening - d.first_wait) // mean)
         apart = 2 + math.ceil(2 * (save + self.snapshot_blocked) / short)
         return max(self.first, min(guess - apart, last)), max(self.first, min(guess + apart, last))
 

@@ -71,7 +71,7 @@ class _Clock:
 
 
 @dataclass(frozen=True)
-class _End:
+class End:
     """How an attempt ended."""
 
     finished: bool = False
@@ -87,7 +87,7 @@ class VirtualRun:
                  since: float = 0.0):
         """`workdir`: where its ledger and events are written, if anywhere, dated from `since` on."""
         self.setup, self.d = setup, setup.durations
-        self._failures, self._next = sorted(failures), 0
+        self._failures, self._next = list(failures), 0
         self._dice, self._clock = random.Random(seed), _Clock()
         self._workdir, self._since = None if workdir is None else Path(workdir), since
         self._room = MachineRoom(setup.spares, self.d.swap, self.d.repair, self._dice)
@@ -125,7 +125,7 @@ class VirtualRun:
         return RestartPolicy(pool, rules.max_restarts, rules.max_backoff, self._dice.uniform)
 
     # --------------------------------------------------------------------------------------------------- one attempt
-    def _attempt(self, pool: SlotPool) -> _End:
+    def _attempt(self, pool: SlotPool) -> End:
         """Start all slots, and go on to the end of the attempt."""
         slots = pool.wanted()
         self._tell("attempt", slots=slots, step=self._best)
@@ -134,10 +134,10 @@ class VirtualRun:
             back = max(self._room.back(slot) for slot in missing)
             if pool.elastic:  # a process of this host crashes at its start, where its device is gone
                 self._clock.now += self.d.launch + self.d.init
-                return _End(culprit=missing[0])
+                return End(culprit=missing[0])
             if back - self._clock.now > self.d.join:
                 self._clock.now += self.d.launch + self.d.join
-                return _End()
+                return End()
             self._clock.now = back
         return self._trained(pool, slots, self._clock.now + self.d.launch)
 
@@ -149,7 +149,7 @@ class VirtualRun:
             if failure.kind == "machine":
                 self._lose(failure)
 
-    def _trained(self, pool: SlotPool, slots: list[int], began: float) -> _End:
+    def _trained(self, pool: SlotPool, slots: list[int], began: float) -> End:
         """Train from the newest state that there is until something ends it."""
         first = self._newest()
         restored = began + self.d.init + self.d.restore * bool(first)
@@ -224,7 +224,7 @@ class VirtualRun:
         return max(self._disk, self._memory if whole else 0)
 
     # ------------------------------------------------------------------------------------------------ how it ends
-    def _ended(self, book: "_Book", how: str, resized: bool = False, down: float = 0.0) -> _End:
+    def _ended(self, book: "_Book", how: str, resized: bool = False, down: float = 0.0) -> End:
         """Book a start that ended by itself: it has saved, unless the simulation is over."""
         saved = self.d.save_blocked + self.d.save_written if how == "stopped" else 0.0
         if how:
@@ -232,25 +232,25 @@ class VirtualRun:
         self._clock.now = book.at
         self._starts.append(self._booked(book, book.at, how, saved))
         self._clock.now = book.at + saved
-        return _End(finished=not saved, resized=resized, down=down)
+        return End(finished=not saved, resized=resized, down=down)
 
-    def _failed(self, book: "_Book", failure: Failure, slots: list[int]) -> _End:
+    def _failed(self, book: "_Book", failure: Failure, slots: list[int]) -> End:
         """Book a start that a failure ended, until it is noticed and all processes are gone."""
         noticed = failure.at + self._unnoticed(failure, training=failure.at > book.begin)
-        code = _KILLED if failure.kind in ("process", "storage") else exit_codes.RESTART
+        code = _KILLED if failure.kind in ("process", "bug", "storage") else exit_codes.RESTART
         others = min(self.d.others_end, patience([code], mute=False)) if len(slots) > 1 else 0.0
         if failure.kind == "storage":
             self._disk, self._memory = self._mirror, 0
         dies_with = failure.kind in ("process", "machine") and failure.slot == slots[0]  # process 0 writes the ledger
         sign = failure.at if dies_with else noticed + others
-        opened = book.restored
+        opened = book.began + self.d.init
         if sign >= opened:
             written = max(opened, opened + (sign - opened) // self.d.ledger * self.d.ledger)
             self._starts.append(self._booked(book, written, "failed" if failure.kind == "storage" else ""))
         self._clock.now = noticed + others
         self._down_since = self._down_since or failure.at
         blamed = failure.slot if failure.kind in ("process", "machine") else None
-        return _End(culprit=blamed)
+        return End(culprit=blamed, down=self.d.fix if failure.kind == "bug" else 0.0)
 
     def _unnoticed(self, failure: Failure, training: bool) -> float:
         """Return for how many seconds nobody notices a failure."""
@@ -268,9 +268,9 @@ class VirtualRun:
         last = self.setup.last_step
         ledger = Ledger(self._workdir or ".", every=0, now=self._clock, wall=lambda: self._since + self._clock.now)
         self._spend(ledger, "init", min(written, book.began + self.d.init))
-        self._spend(ledger, "restore", min(written, book.restored))
         if self._workdir is not None:
             ledger.open(last)
+        self._spend(ledger, "restore", min(written, book.restored))
         if written > book.restored or how:
             ledger.resumed(book.first)
         self._spend(ledger, "compile", min(written, book.begin))
@@ -314,7 +314,7 @@ class _Book:
     """The moments of one start, in seconds of the virtual clock."""
 
     began: float  # the ledger begins
-    restored: float  # the state is there, and the ledger's file
+    restored: float  # the state is there
     begin: float  # the first step begins
     at: float  # something ends it
     line: Timeline
