@@ -52,7 +52,7 @@ def drawn(per_slot_day: Mapping[str, float], slots: int, seconds: float, seed: i
                 times, dice.integers(0, slots, len(times)), strict=True)]
             continue
         scale = mean / math.gamma(1 + 1 / shape)
-        at = -dice.uniform(0, 20 * mean, slots)  # they have run for a while, each for another one
+        at = -mean * dice.uniform(20, 21, slots)  # they have run for so long that their beginning no longer matters
         while (left := at < seconds).any():
             at[left] += scale * dice.weibull(shape, int(left.sum()))
             found += [Failure(float(at[slot]), kind, int(slot)) for slot in np.flatnonzero(left)

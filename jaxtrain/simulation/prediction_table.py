@@ -70,9 +70,12 @@ def case_text(case: Case, found: dict[str, Prediction]) -> str:
 def replay_text(found: Replay) -> str:
     """Return how far the ledger of a simulated run is from that of the real one."""
     rows = [(name, f"{real:.1f}", f"{made:.1f}", f"{made / real - 1:+.1%}" if real else "-",
-             f"{(made - real) / found.measured.life:+.2%}") for name, real, made in found.rows()]
+             f"{(made - real) / found.measured.life:+.2%}") for name, real, made in found.rows()[:-1]]
+    last, real, made = found.rows()[-1]
+    rows.append((last, f"{real:,.0f}", f"{made:,.0f}", f"{made / real - 1:+.1%}" if real else "-", ""))
     head = ("category", "measured, s", "simulated, s", "difference", "of the run's life")
     return "\n".join([
         grid(head, rows),
-        f"{found.failures} failures; ETTR {found.measured.ettr:.1%} measured, {found.simulated.ettr:.1%} simulated; categories "
-        f"of a hundredth of the run's life or more differ by {found.worst:.1%} at most"])
+        f"{found.failures} failures; ETTR {found.measured.ettr:.1%} measured, {found.ettr[1]:.1%} simulated ({found.ettr[0]:.1%} to "
+        f"{found.ettr[2]:.1%}); categories differ by {found.misplaced:.1%} of the run's life at most, those of a hundredth of it "
+        f"or more by {found.worst:.1%} of their seconds"])

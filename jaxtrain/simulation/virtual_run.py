@@ -245,7 +245,8 @@ class VirtualRun:
         sign = failure.at if dies_with else noticed + others
         opened = book.began + self.d.init
         if sign >= opened:
-            written = max(opened, opened + (sign - opened) // self.d.ledger * self.d.ledger)
+            written = opened + (sign - opened) // self.d.ledger * self.d.ledger
+            written = max(written, book.restored) if sign >= book.restored else written
             self._starts.append(self._booked(book, written, "failed" if failure.kind == "storage" else ""))
         self._clock.now = noticed + others
         self._down_since = self._down_since or failure.at
