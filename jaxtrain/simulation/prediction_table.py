@@ -7,7 +7,7 @@ from jaxtrain.simulation.predictions import Advice, Prediction, useful
 from jaxtrain.simulation.published_runs import Case
 from jaxtrain.simulation.replay import Replay
 
-HEAD = ("devices", "a failure every", "snapshot every", "checkpoint every", "spares", "ETTR (10 to 90 %)", "goodput",
+HEAD = ("devices", "a failure every", "snapshot every", "checkpoint every", "spares", "ETTR (10 to 90 %)", "saves",
         "lost work", "down", "gave up")
 
 
@@ -26,7 +26,7 @@ def row(devices: int, mtbf: float, one: Prediction) -> tuple[str, ...]:
         return f"{steps:,} steps, {duration(steps * step)}" if steps else "none"
 
     return (f"{devices:,}", duration(mtbf), every(checkpoint.local_checkpoint_every), every(checkpoint.every),
-            f"{one.setup.spares}", f"{one.middle:.1%} ({one.low:.1%} to {one.high:.1%})", f"{one.shares['step']:.1%}",
+            f"{one.setup.spares}", f"{one.middle:.1%} ({one.low:.1%} to {one.high:.1%})", f"{one.shares['checkpoint']:.1%}",
             f"{one.shares['lost_work']:.1%}",
             f"{sum(one.shares[name] for name in ('restart_gap', 'init', 'compile', 'restore')):.1%}",
             f"{one.gave_up:.1f}")

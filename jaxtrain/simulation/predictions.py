@@ -16,7 +16,7 @@ from jaxtrain.simulation.virtual_run import Outcome, Setup, VirtualRun
 
 _AROUND = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)  # times what Daly's formula gives
 _RARER = (1, 4, 16)  # how many times as far apart checkpoints are, where snapshots come between them
-SEARCH = 4  # drawn traces on which choices are compared
+SEARCH, ENOUGH = 4, 50  # drawn traces on which choices are compared, and failures in each
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _best(setups: Iterable[Setup], failures: Sequence[Sequence[Failure]]) -> Set
     """Return the setup with the highest mean goodput, to which time held up by saves is lost; of equal ones the first.
     """
     return max(setups, key=lambda setup: statistics.fmean(
-        one.account.goodput for one in outcomes(setup, failures[:SEARCH])))
+        one.account.goodput for one in outcomes(setup, failures)))
 
 
 def useful(prediction: Prediction) -> float:
@@ -129,9 +129,11 @@ def advise(setup: Setup, per_day: Mapping[str, float], spares: Sequence[int], ru
     """Return the predictions for a setup."""
     failures = traces(per_day, setup, runs, seed, shape)
     # Intervals matter little to whether a machine is missing, so they are chosen where none is.
-    plenty = dataclasses.replace(setup, spares=setup.slots)
-    chosen = [with_intervals(plenty, per_day, failures, memory) for memory in (False, True)]
-    tiers = [predict(dataclasses.replace(one, spares=0), failures, seed) for one in chosen]
-    better = _best(chosen, failures)
-    with_spares = [predict(dataclasses.replace(better, spares=number), failures, seed) for number in spares]
+    long = dataclasses.replace(setup, spares=setup.slots, until=ENOUGH * mtbf(per_day, setup.slots))
+    searched = traces(per_day, long, SEARCH, seed + runs, shape)
+    chosen = [with_intervals(long, per_day, searched, memory) for memory in (False, True)]
+    better = _best(chosen, searched).checkpoint
+    tiers, with_spares = ([predict(dataclasses.replace(setup, checkpoint=saves, spares=number), failures, seed)
+                           for saves, number in each] for each in (
+        [(one.checkpoint, 0) for one in chosen], [(better, number) for number in spares]))
     return Advice(mtbf(per_day, setup.slots), tiers, with_spares)

@@ -101,7 +101,8 @@ def replay(workdir: str | Path, durations: Sequence[Durations], failures: Sequen
     trace = recorded(workdir) if failures is None else list(failures)
     attempts = [event["time"] - began for event in events(workdir) if event["kind"] == "attempt"]
     offsets = [dataclasses.replace(one, at=one.at - max(time for time in attempts if time <= one.at)) for one in trace]
-    apart = (checkpoint.local_checkpoint_every or checkpoint.every) * (durations[0].step + durations[0].data_wait) / 2
+    pace = statistics.median(one.step + one.data_wait for one in durations)
+    apart = (checkpoint.local_checkpoint_every or checkpoint.every) * pace / 2
     dice = random.Random(seed)
     simulated = []
     for run in range(runs):

@@ -54,8 +54,11 @@ class Durations:
         return self.launch + self.init + self.restore + self.compile
 
 
-def measured(workdir: str | Path) -> Durations:
+def measured(workdir: str | Path, flag: str = "--measured") -> Durations:
     """Return the durations of a real run under the supervisor: means of what its ledger and events say.
+
+    Args:
+        flag: what errors name.
 
     Raises:
         UserError: it has trained too little to tell.
@@ -63,10 +66,10 @@ def measured(workdir: str | Path) -> Durations:
     starts, told = incarnations(workdir), events(workdir)
     trained = [one for one in starts if one.resumed is not None and one.reached[0] > one.resumed]
     if not trained:
-        raise UserError("--measured", f"{workdir} has no start in its ledger that completed a step",
+        raise UserError(flag, f"{workdir} has no start in its ledger that completed a step",
                         "give the workdir of a run that has trained")
     steps = sum(one.reached[0] - (one.resumed or 0) for one in trained)
-    every, begun = _every(workdir), [one for one in starts if one.resumed is not None]
+    every, begun = _every(workdir, flag), [one for one in starts if one.resumed is not None]
     under_way = [one for one in trained if one.ended != "finished"]
     opening, blocked = _line([_saves(one, every) for one in under_way], [one.seconds["checkpoint"] for one in under_way])
     written = _mean(_numbers((event for event in told if event["kind"] == "checkpoint"), "written_s"))
@@ -85,17 +88,17 @@ def measured(workdir: str | Path) -> Durations:
     return dataclasses.replace(Durations(), **{name: value for name, value in found.items() if value is not None})
 
 
-def _every(workdir: str | Path) -> int:
+def _every(workdir: str | Path, flag: str) -> int:
     """Return how many steps a run makes between two checkpoints."""
-    config = user_json(Path(workdir) / "config.json", _EVERY, "--measured", "give the workdir of a run")
+    config = user_json(Path(workdir) / "config.json", _EVERY, flag, "give the workdir of a run")
     if config is None:
-        raise UserError("--measured", f"{workdir} has no config.json", "give the workdir of a run that has trained")
+        raise UserError(flag, f"{workdir} has no config.json", "give the workdir of a run that has trained")
     return config["checkpoint"]["every"]
 
 
-def each_measured(workdir: str | Path) -> list[Durations]:
+def each_measured(workdir: str | Path, flag: str = "--replay") -> list[Durations]:
     """Return the durations of each attempt of a real run: its own, and means of parts that it did not complete."""
-    mean, starts, every = measured(workdir), incarnations(workdir), _every(workdir)
+    mean, starts, every = measured(workdir, flag), incarnations(workdir), _every(workdir, flag)
     attempts = [event["time"] for event in events(workdir) if event["kind"] == "attempt"]
     found = []
     for time, after in itertools.zip_longest(attempts, attempts[1:], fillvalue=math.inf):

@@ -54,12 +54,14 @@ class Outcome:
     starts: Sequence[Incarnation]
     failures: int  # that ended an attempt
     gave_up: int  # times that the supervisor did
+    since: float  # the wall clock at the first attempt
     seconds: float  # from the first start to the end
+    down: bool  # whether it did not run at the end
 
     @property
     def account(self) -> Account:
-        """The ledger's account of it."""
-        return account(self.starts)
+        """The ledger's account of it, with the time in which it was down at the end, which no later start books."""
+        return account([*self.starts, *[Incarnation(began=self.since + self.seconds)] * self.down])
 
 
 @dataclass
@@ -95,16 +97,17 @@ class VirtualRun:
         self._starts: list[Incarnation] = []
         self._best = 0  # the highest step that was ever complete
         self._disk = self._mirror = self._memory = 0  # the step that each tier holds
-        self._forgot: set[int] = set()  # the slots that lost their part of the state in memory
+        self._forgot: dict[int, float] = {}  # the slots that lost their part of the state in memory, and when
         self._struck = self._gave_up = 0
         self._down_since: float | None = None
 
     def run(self) -> Outcome:
         """Return what happens until the last step, or until the time is up."""
-        policy = self._policy()
+        policy, down = self._policy(), True
         while self._clock.now < self.setup.until:
             best, end = self._best, self._attempt(policy.pool)
             if end.finished:
+                down = False
                 break
             decided = policy.after(self._best > best, end.resized, end.culprit)
             if decided.lost:
@@ -116,7 +119,8 @@ class VirtualRun:
                 self._gave_up += 1
                 policy, pause = self._policy(), self.d.person
             self._clock.now += max(pause, end.down)
-        return Outcome(self._starts, self._struck, self._gave_up, min(self._clock.now, self.setup.until))
+        seconds = min(self._clock.now, self.setup.until)
+        return Outcome(self._starts, self._struck, self._gave_up, self._since, seconds, down)
 
     def _policy(self) -> RestartPolicy:
         setup, rules = self.setup, self.setup.rules
@@ -170,7 +174,7 @@ class VirtualRun:
                 first + 1) - self._down_since, step=first + 1)
             self._down_since = None
         self._best = max(self._best, position.done)
-        self._keep(line, position, at - begin)
+        self._keep(line, position, begin, at)
         book = _Book(began, restored, begin, at, line, position, first)
         if failure is None:
             how = "finished" if at == finish else "stopped" if at >= resize else ""
@@ -202,12 +206,12 @@ class VirtualRun:
     def _lose(self, failure: Failure) -> None:
         if self._room.back(failure.slot) <= failure.at:
             self._room.lose(failure.slot, failure.at)
-            self._forgot.add(failure.slot)
+            self._forgot[failure.slot] = failure.at
 
     # ------------------------------------------------------------------------------------------------ what is kept
-    def _keep(self, line: Timeline, position: Position, seconds: float) -> None:
-        """Note what the tiers hold so many seconds after the first step began."""
-        checkpoint, d = self.setup.checkpoint, self.d
+    def _keep(self, line: Timeline, position: Position, begin: float, at: float) -> None:
+        """Note what the tiers hold at some moment of a start whose first step began at another."""
+        checkpoint, d, seconds = self.setup.checkpoint, self.d, at - begin
         if step := line.durable(position, seconds, checkpoint.every, d.save_written):
             self._disk = step
         if checkpoint.mirror and (step := line.durable(position, seconds, checkpoint.every,
@@ -216,7 +220,7 @@ class VirtualRun:
         if checkpoint.local_checkpoint_every and (step := line.durable(
                 position, seconds, checkpoint.local_checkpoint_every, d.snapshot_stored)):
             self._memory = step
-            self._forgot.clear()  # each piece is stored twice again
+            self._forgot = {slot: lost for slot, lost in self._forgot.items() if lost >= at}  # the others store it again
 
     def _newest(self) -> int:
         """Return the step to go on from: on disk, or in memory where that is newer and whole."""

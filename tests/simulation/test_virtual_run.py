@@ -63,9 +63,10 @@ def test_a_stop_saves_and_loses_nothing():
     # The peer of machine 1 is machine 2: with both lost, a part of the state in memory is gone.
     (["machine 1", "machine 2"], 200), (["machine 1", "machine 3"], 250)])
 def test_what_survives_of_each_tier(kinds, resumed):
-    failures = [Failure(254.5 + 1e-6 * i, kind.partition(" ")[0], int(kind.partition(" ")[2] or 1))
-                for i, kind in enumerate(kinds)]
-    outcome = VirtualRun(setup(snapshots=50, last_step=300, spares=4), failures).run()
+    failures = [Failure(254.5 + i, kind.partition(" ")[0], int(kind.partition(" ")[2] or 1))
+                for i, kind in enumerate(kinds)]  # the second one strikes before the run has started again
+    durations = dataclasses.replace(PLAIN, silence=5.0)
+    outcome = VirtualRun(setup(snapshots=50, last_step=300, spares=4, durations=durations), failures).run()
     assert outcome.starts[-1].resumed == resumed
 
 
@@ -83,7 +84,8 @@ def test_a_machine_that_nobody_replaces_makes_the_supervisor_give_up(tmp_path):
     outcome = VirtualRun(setup(durations=durations, until=DAY), failures, workdir=tmp_path).run()
     told = [event["kind"] for event in events(tmp_path)]
     first = told[:told.index("gave_up")]
-    assert first.count("attempt") == 1 + Settings().max_restarts, "the first restart is the first without a new step"
+    # After the attempt with new steps, so many restarts without one, and then the one that is one too many.
+    assert first.count("attempt") == 1 + Settings().max_restarts + 1
     assert outcome.gave_up > 10 and len(outcome.starts) == 1
     spared = VirtualRun(setup(durations=durations, until=DAY, spares=1), failures).run()
     assert spared.gave_up == 0 and spared.account.ettr > 0.99 > outcome.account.ettr
@@ -99,13 +101,14 @@ def test_an_elastic_run_continues_without_a_machine_and_takes_it_back():
     assert paces[-1] == pytest.approx(1.0, rel=0.01) and "stopped" in {one.ended for one in found.starts}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_every_second_is_booked_once(seed, tmp_path):
     """Whatever fails; and the files are what the simulation counted."""
-    rates = {kind: 2.0 for kind in ("process", "machine", "hang", "stop", "bug")}
-    one = Setup(5, Durations(), CheckpointConfig(every=40, local_checkpoint_every=7), spares=seed % 3, until=5 * DAY,
+    rates = {kind: 1.0 for kind in ("process", "machine", "hang", "stop", "bug")}
+    one = Setup(5, Durations(), CheckpointConfig(every=40, local_checkpoint_every=7), spares=seed % 3, until=DAY,
                 least=2 * (seed % 2), rules=Settings(max_restarts=seed))
-    outcome = VirtualRun(one, drawn(rates, 5, 5 * DAY, seed), seed, tmp_path).run()
+    outcome = VirtualRun(one, drawn(rates, 5, DAY, seed), seed, tmp_path).run()
+    assert len(outcome.starts) > 5
     whole = sum(outcome.account.seconds.values())
     first, last = outcome.starts[0].began, outcome.starts[-1].sign
     assert whole == pytest.approx(last - first, abs=1e-3)
@@ -115,8 +118,8 @@ def test_every_second_is_booked_once(seed, tmp_path):
 
 def share_lost(every: int, seed: int = 0) -> float:
     """The share of the time that saves and failures cost, simulated."""
-    one = setup(slots=1, every=every, until=40 * DAY)
-    found = outcomes(one, traces({"process": 24.0}, one, 6, seed))  # one failure an hour
+    one = setup(slots=1, every=every, until=20 * DAY)
+    found = outcomes(one, traces({"process": 24.0}, one, 4, seed))  # one failure an hour
     return statistics.fmean(1 - each.account.goodput for each in found)
 
 
@@ -127,7 +130,7 @@ def test_what_saves_and_failures_cost_is_what_dalys_formula_says():
 
 def test_the_chosen_interval_is_youngs_and_dalys():
     """Young's sqrt(2 C M) in the case that it is derived for: nothing but saves and exponential failures."""
-    one = setup(slots=1, until=40 * DAY)
+    one = setup(slots=1, until=10 * DAY)
     chosen = with_intervals(one, {"process": 24.0}, traces({"process": 24.0}, one, 6, 1), memory=False).checkpoint.every
     assert daly(2.0, 3600.0) == pytest.approx(math.sqrt(2 * 2.0 * 3600.0), rel=0.03)
     assert lost(chosen, 2.0, 3600.0) < 1.05 * lost(daly(2.0, 3600.0), 2.0, 3600.0)
