@@ -6,8 +6,8 @@
     jaxtrain simulate --case=byterobust
 
 Runs the decisions of the supervisor, the watchdog and the savers on a virtual clock, against failures drawn from
-published rates, and reads the ledgers of these runs as jaxtrain goodput does. All figures are predictions: the rates are
-from other clusters, and the durations are assumed unless --measured takes them from a run of your own.
+published rates, and reads the ledgers of these runs as jaxtrain goodput does. All figures are predictions: the rates
+are from other clusters, and the durations are assumed unless --measured takes them from a run of your own.
 """
 
 import argparse
@@ -46,8 +46,8 @@ def parser() -> Parser:
     made.add_argument("--devices", type=int, nargs="+", help="numbers of devices; default: 8 64 512 4096 16384")
     made.add_argument("--devices_per_node", type=int, default=8, help="devices of a machine; default: 8")
     made.add_argument("--rates", default="llama3", metavar="NAME_OR_NUMBER",
-                      help="how often machines fail: llama3 (3.79 failures in a thousand days of a machine), rsc1 (6.50), rsc2 "
-                           "(2.34), byterobust (1.42), or a number of your own; default: llama3")
+                      help="how often machines fail: llama3 (3.79 failures in a thousand days of a machine), rsc1 "
+                           "(6.50), rsc2 (2.34), byterobust (1.42), or a number of your own; default: llama3")
     made.add_argument("--shape", type=float, default=1.0,
                       help="shape of the Weibull distribution of the times between failures of a machine; below 1 they "
                            "come in clusters; default: 1, exponential")
@@ -60,12 +60,12 @@ def parser() -> Parser:
     made.add_argument("--measured", metavar="WORKDIR",
                       help="take the durations from the ledger and events of a run under jaxtrain supervise")
     made.add_argument("--replay", metavar="WORKDIR",
-                      help="simulate a run with the failures that it had, and compare the two ledgers; with --measured, "
-                           "with the durations of another run")
+                      help="simulate a run with the failures that it had, and compare the two ledgers; with "
+                           "--measured, with the durations of another run")
     made.add_argument("--case", help="predict a published run from what its report gives: llama3 or byterobust")
     made.add_argument("--output", metavar="FOLDER",
-                      help="write the ledger and events of one simulated run, of the last choice printed, as a workdir that "
-                           "jaxtrain goodput reads")
+                      help="write the ledger and events of one simulated run, of the best choice for the last number "
+                           "of devices, as a workdir that jaxtrain goodput reads")
     add_json(made, "print one JSON object per choice")
     for flag, (name, what) in _SECONDS.items():
         default = 65.0 if flag == "start_time" else _default(name)
@@ -153,7 +153,8 @@ def _rates(flags: argparse.Namespace) -> "Rates":
         raise UserError("--rates", f"there are no rates {flags.rates!r}", nearest(flags.rates, RATES)) from None
     if not 0 < number < math.inf:
         raise UserError("--rates", f"{flags.rates} is not a positive number of failures", "give one, or a name")
-    return LLAMA3.scaled(number, f"{number:g} failures in a thousand days of a machine (--rates); kinds as in Llama 3's report")
+    return LLAMA3.scaled(number, f"{number:g} failures in a thousand days of a machine (--rates); kinds as in Llama "
+                         "3's report")
 
 
 def _predict(flags: argparse.Namespace) -> None:
@@ -168,8 +169,9 @@ def _predict(flags: argparse.Namespace) -> None:
     rows, sentences, last = [], [], None
     for devices in flags.devices or (8, 64, 512, 4096, 16384):
         slots = -(-devices // flags.devices_per_node)
-        fewer = {"least": max(1, slots // 2), "fits": lambda count, slots=slots: slots % count == 0}
-        setup = Setup(slots, durations, until=flags.days * DAY, **(fewer if flags.elastic else {}))
+        setup = Setup(slots, durations, until=flags.days * DAY)
+        if flags.elastic:
+            setup = dataclasses.replace(setup, least=max(1, slots // 2), fits=lambda count, all=slots: all % count == 0)
         advice = advise(setup, rates.per_day, spares, flags.runs, flags.seed, flags.shape)
         rows += prediction_table.lines(devices, advice)
         sentences.append(prediction_table.sentence(devices, advice))
@@ -179,11 +181,11 @@ def _predict(flags: argparse.Namespace) -> None:
     if not flags.json:
         tell("predicted, not measured:\n" + prediction_table.grid(prediction_table.HEAD, rows))
         tell("\n".join(sentences))
-        tell(f"assumed: {rates.source}; {'durations of ' + flags.measured if flags.measured else 'durations of no run'}: "
-             f"steps of {durations.step:g} s, starts of {durations.start:.0f} s, saves that block for "
-             f"{durations.save_blocked:g} s and are on disk after {durations.save_written:g} s, snapshots that block for "
-             f"{durations.snapshot_blocked:g} s; a machine without a spare is missing for {durations.repair:.0f} s on "
-             f"average; {flags.runs} runs of {flags.days:g} days")
+        told = f"durations of {flags.measured}" if flags.measured else "durations of no run"
+        tell(f"assumed: {rates.source}; {told}: steps of {durations.step:.3g} s, starts of "
+             f"{durations.start:.0f} s, saves that block for {durations.save_blocked:.2g} s and are on disk after "
+             f"{durations.save_written:.2g} s, snapshots that block for {durations.snapshot_blocked:.2g} s; "
+             f"a machine without a spare is missing for {durations.repair:.0f} s on average; {flags.runs} runs of {flags.days:g} days")
     if flags.output and last is not None:
         _write(Path(flags.output), last, traces(rates.per_day, last, 1, flags.seed, flags.shape)[0], flags.seed)
 

@@ -1,1 +1,1 @@
-"""Runs on a virtual clock: what failures will cost, with the decisions that the supervisor and the savers really make."""
+"""Runs on a virtual clock: what failures cost, by the rules of the supervisor, the watchdog and the savers."""

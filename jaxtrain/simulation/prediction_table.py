@@ -26,8 +26,8 @@ def row(devices: int, mtbf: float, one: Prediction) -> tuple[str, ...]:
         return f"{steps:,} steps, {duration(steps * step)}" if steps else "none"
 
     return (f"{devices:,}", duration(mtbf), every(checkpoint.local_checkpoint_every), every(checkpoint.every),
-            f"{one.setup.spares}", f"{one.middle:.1%} ({one.low:.1%} to {one.high:.1%})", f"{one.shares['checkpoint']:.1%}",
-            f"{one.shares['lost_work']:.1%}",
+            f"{one.setup.spares}", f"{one.middle:.1%} ({one.low:.1%} to {one.high:.1%})",
+            f"{one.shares['checkpoint']:.1%}", f"{one.shares['lost_work']:.1%}",
             f"{sum(one.shares[name] for name in ('restart_gap', 'init', 'compile', 'restore')):.1%}",
             f"{one.gave_up:.1f}")
 
@@ -52,9 +52,9 @@ def sentence(devices: int, advice: Advice) -> str:
     if not best.setup.spares:
         return f"{said}; spare machines would not do enough work for what they cost (predicted ETTR {best.middle:.1%})"
     gained = (best.middle - bare.middle) * slots
-    return (f"{said}; with {best.setup.spares} spare machine{'s' * (best.setup.spares > 1)}, which are worth {gained:,.1f} "
-            f"(predicted ETTR {best.middle:.1%}, {bare.middle:.1%} without; {useful(best):.1%} of all machines "
-            "do work that counts)")
+    spares = f"{best.setup.spares} spare machine{'s' * (best.setup.spares > 1)}"
+    return (f"{said}; with {spares}, which do the work of {gained:,.1f} (predicted ETTR {best.middle:.1%}, "
+            f"{bare.middle:.1%} without; {useful(best):.1%} of all machines do work that counts)")
 
 
 def case_text(case: Case, found: dict[str, Prediction]) -> str:
@@ -63,8 +63,8 @@ def case_text(case: Case, found: dict[str, Prediction]) -> str:
     rows = [(name, f"{one.effective:.1%}", f"{one.middle:.1%} ({one.low:.1%} to {one.high:.1%})",
              f"{one.failures:.0f}", f"{one.shares['lost_work']:.1%}") for name, one in found.items()]
     head = ("inputs", "productive share of all time", "ETTR (10 to 90 %)", "failures", "lost work")
-    return "\n".join([f"published: {case.published}", grid(head, rows), f"predicted: {min(shares):.1%} to {max(shares):.1%}",
-                      f"assumed: {case.assumed}"])
+    return "\n".join([f"published: {case.published}", grid(head, rows),
+                      f"predicted: {min(shares):.1%} to {max(shares):.1%}", f"assumed: {case.assumed}"])
 
 
 def replay_text(found: Replay) -> str:
@@ -76,6 +76,6 @@ def replay_text(found: Replay) -> str:
     head = ("category", "measured, s", "simulated, s", "difference", "of the run's life")
     return "\n".join([
         grid(head, rows),
-        f"{found.failures} failures; ETTR {found.measured.ettr:.1%} measured, {found.ettr[1]:.1%} simulated ({found.ettr[0]:.1%} to "
-        f"{found.ettr[2]:.1%}); categories differ by {found.misplaced:.1%} of the run's life at most, those of a hundredth of it "
-        f"or more by {found.worst:.1%} of their seconds"])
+        f"{found.failures} failures; ETTR {found.measured.ettr:.1%} measured, {found.ettr[1]:.1%} simulated "
+        f"({found.ettr[0]:.1%} to {found.ettr[2]:.1%}); categories differ by {found.misplaced:.1%} of the run's life "
+        f"at most, those of a hundredth of it or more by {found.worst:.1%} of their seconds"])

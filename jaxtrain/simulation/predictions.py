@@ -61,7 +61,8 @@ def predict(setup: Setup, failures: Sequence[Sequence[Failure]], seed: int = 0) 
     accounts = [one.account for one in found]
     ettr = [each.ettr for each in accounts]
     low, middle, high = percentiles(ettr)
-    productive = statistics.fmean(each.ettr * each.life / one.seconds for each, one in zip(accounts, found, strict=True))
+    productive = statistics.fmean(
+        each.ettr * each.life / one.seconds for each, one in zip(accounts, found, strict=True))
     shares = {name: statistics.fmean(each.seconds[name] / max(each.life, 1e-9) for each in accounts)
               for name in CATEGORIES}
     return Prediction(setup, low, middle, high, statistics.fmean(one.failures for one in found),

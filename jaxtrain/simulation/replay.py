@@ -74,7 +74,7 @@ def replay(workdir: str | Path, durations: Sequence[Durations], failures: Sequen
            rules: Settings | None = None, runs: int = 20, seed: int = 0) -> Replay:
     """Simulate a run with the failures that it had: each attempt fails as long after its beginning as the real one.
 
-    The simulation lasts as long as the run did, so what is compared is how that time was spent, and what step it reached.
+    The simulation lasts as long as the run did: what is compared is how that time was spent, and what step it reached.
 
     Whether a failure comes just before or just after a save is chance, in the real run too. So it is simulated `runs`
     times, with times of failures that differ by up to half the time between two saves.

@@ -6,8 +6,8 @@ The counts are the reports'; which kind of failure a cause counts as is an assum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The Llama 3 Herd of Models (arXiv:2407.21783), table 5: 419 unexpected interruptions in 54 days on 16,384 H100 in 2,048
-# machines, beside 47 planned ones.
+# The Llama 3 Herd of Models (arXiv:2407.21783), table 5: 419 unexpected interruptions in 54 days on 16,384 H100 in
+# 2,048 machines, beside 47 planned ones.
 LLAMA3_CAUSES = {
     "machine": {"faulty GPU": 148, "GPU HBM3 memory": 72, "unplanned host maintenance": 32, "GPU SRAM memory": 19,
                 "GPU system processor": 17, "silent data corruption": 6, "GPU thermal interface and sensor": 6,

@@ -71,7 +71,8 @@ def measured(workdir: str | Path, flag: str = "--measured") -> Durations:
     steps = sum(one.reached[0] - (one.resumed or 0) for one in trained)
     every, begun = _every(workdir, flag), [one for one in starts if one.resumed is not None]
     under_way = [one for one in trained if one.ended != "finished"]
-    opening, blocked = _line([_saves(one, every) for one in under_way], [one.seconds["checkpoint"] for one in under_way])
+    opening, blocked = _line([_saves(one, every) for one in under_way],
+                             [one.seconds["checkpoint"] for one in under_way])
     written = _mean(_numbers((event for event in told if event["kind"] == "checkpoint"), "written_s"))
     found = {"step": sum(one.reached[1] for one in trained) / steps,
              **_waits(trained, steps, workdir),

@@ -33,7 +33,7 @@ class Timeline:
         # A save waits until the previous one is on disk, a snapshot until the previous one is stored.
         self.save_blocked = d.save_blocked + max(0.0, d.save_written - between) * bool(every)
         self.snapshot_blocked = d.snapshot_blocked + max(0.0, d.snapshot_stored - short) * bool(snapshots)
-        self._both = math.lcm(every, snapshots)  # 0 if one of them never comes: where both are due, the disk comes first
+        self._both = math.lcm(every, snapshots)  # where both are due, the disk comes first; 0: never
         self._before = [last_due(first, interval) for interval in (every, snapshots, self._both)]
 
     def counts(self, done: int) -> tuple[int, int]:

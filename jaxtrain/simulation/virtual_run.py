@@ -36,7 +36,7 @@ class Setup:
     """A run to simulate. Each slot is a machine with its processes, or a process of a run on one machine."""
 
     slots: int
-    durations: Durations = Durations()
+    durations: Durations = field(default_factory=Durations)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     rules: Settings = field(default_factory=Settings)  # of the supervisor: the number of processes is that of slots
@@ -220,7 +220,7 @@ class VirtualRun:
         if checkpoint.local_checkpoint_every and (step := line.durable(
                 position, seconds, checkpoint.local_checkpoint_every, d.snapshot_stored)):
             self._memory = step
-            self._forgot = {slot: lost for slot, lost in self._forgot.items() if lost >= at}  # the others store it again
+            self._forgot = {slot: lost for slot, lost in self._forgot.items() if lost >= at}
 
     def _newest(self) -> int:
         """Return the step to go on from: on disk, or in memory where that is newer and whole."""

@@ -1,5 +1,6 @@
 """Traces have the rates that they are drawn from, and tell of a real run's failures when they happened."""
 
+import itertools
 import statistics
 
 import pytest
@@ -27,7 +28,7 @@ def test_a_shape_below_one_comes_in_clusters():
     """The times between two failures of one machine vary more than exponential ones."""
     def spread(shape):
         at = [one.at for one in drawn({"machine": 1.0}, 1, 4000 * DAY, 0, shape)]
-        gaps = [b - a for a, b in zip(at, at[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(at)]
         return statistics.stdev(gaps) / statistics.mean(gaps)
 
     assert spread(0.5) > 1.5 > spread(1.0) > 0.9 > spread(3.0)

@@ -28,7 +28,7 @@ def test_with_another_runs_durations(fitted, predicted):
 
 
 def test_other_rules_have_another_ledger():
-    """What the tests above compare can differ: saves that take longer, starts that do, failures that are not noticed."""
+    """What the tests above compare can differ: starts and saves that take longer are noticed."""
     own = each_measured(RECORDED / "second")
     for name, seconds in (("launch", 30.0), ("save_written", 60.0), ("others_end", 60.0)):
         slower = [dataclasses.replace(one, **{name: seconds}) for one in own]
@@ -47,7 +47,7 @@ def test_durations_are_means_of_the_ledger():
     assert found.data_wait * steps + found.first_wait * len(trained) == pytest.approx(
         sum(one.seconds["data_wait"] for one in trained))
     assert 5 < found.launch < 20 and 0 < found.others_end < 5
-    assert len(each_measured(RECORDED / "third")) == 9 and life.failures == 6  # two were killed before their ledger began
+    assert len(each_measured(RECORDED / "third")) == 9 and life.failures == 6  # two ended before their ledger began
 
 
 def test_no_run(tmp_path):

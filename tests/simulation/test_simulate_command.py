@@ -66,7 +66,8 @@ def test_durations_of_ones_own_run(capsys):
     ("--devices=0", "--devices: 0 is not a number of devices"), ("--rates=lama3", "did you mean 'llama3'"),
     ("--rates=-1", "not a positive number of failures"), ("--days=0", "--days: 0.0 is not a positive number"),
     ("--days=nan", "--days"), ("--runs=0", "--runs: 0 is too few"), ("--spares=-1", "--spares: -1 is negative"),
-    ("--step_time=0", "--step_time"), ("--start_time=-1", "--start_time"), ("--case=llama4", "--case: there is no case"),
+    ("--step_time=0", "--step_time"), ("--start_time=-1", "--start_time"),
+    ("--case=llama4", "--case: there is no case"),
     ("--measured=/nowhere", "--measured"), ("--replay=/nowhere", "--replay"), ("--shape=0", "--shape"),
     ("--devices_per_node=0", "--devices_per_node"), ("--spare=1", "there is no such flag")])
 def test_refused_in_one_sentence(flag, said, capsys):

@@ -121,7 +121,8 @@ class Supervisor:
                 say(end.verdict)
                 return code
             down = end.since, end.resized or end.why
-            decided = policy.after(self.steps.best > best, bool(end.resized), end.lost and end.lost.slot)
+            decided = policy.after(self.steps.best > best, bool(end.resized),
+                                   end.lost.slot if end.lost else None)
             if end.resized and decided.again:
                 continue
             if end.lost and decided.lost:
