@@ -183,9 +183,9 @@ def _predict(flags: argparse.Namespace) -> None:
         tell("\n".join(sentences))
         told = f"durations of {flags.measured}" if flags.measured else "durations of no run"
         tell(f"assumed: {rates.source}; {told}: steps of {durations.step:.3g} s, starts of {durations.start:.0f} s, "
-             f"saves that block for {durations.save_blocked:.2g} s and are on disk after {durations.save_written:.2g} s, "
-             f"snapshots that block for {durations.snapshot_blocked:.2g} s and are stored after "
-             f"{durations.snapshot_stored:.2g} s; a machine without a spare is missing for {durations.repair:.0f} s on "
+             f"saves that block for {durations.save_blocked:.2g} s and are on disk after "
+             f"{durations.save_written:.2g} s, snapshots that block for {durations.snapshot_blocked:.2g} s and are "
+             f"stored after {durations.snapshot_stored:.2g} s; a machine without a spare is missing for {durations.repair:.0f} s on "
              f"average; {flags.runs} runs of {flags.days:g} days")
     if flags.output and last is not None:
         _write(Path(flags.output), last, traces(rates.per_day, last, 1, flags.seed, flags.shape)[0], flags.seed)
