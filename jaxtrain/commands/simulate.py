@@ -181,14 +181,17 @@ def _predict(flags: argparse.Namespace) -> None:
     if not flags.json:
         tell("predicted, not measured:\n" + prediction_table.grid(prediction_table.HEAD, rows))
         tell("\n".join(sentences))
-        told = f"durations of {flags.measured}" if flags.measured else "durations of no run"
-        tell(f"assumed: {rates.source}; {told}: steps of {durations.step:.3g} s, starts of {durations.start:.0f} s, "
-             f"saves that block for {durations.save_blocked:.2g} s and are on disk after "
-             f"{durations.save_written:.2g} s, snapshots that block for {durations.snapshot_blocked:.2g} s and are "
-             f"stored after {durations.snapshot_stored:.2g} s; a machine without a spare is missing for {durations.repair:.0f} s on "
-             f"average; {flags.runs} runs of {flags.days:g} days")
+        tell(f"assumed: {rates.source}; durations of {flags.measured or 'no run'}: {_told(durations)}; "
+             f"{flags.runs} runs of {flags.days:g} days")
     if flags.output and last is not None:
         _write(Path(flags.output), last, traces(rates.per_day, last, 1, flags.seed, flags.shape)[0], flags.seed)
+
+
+def _told(d: "Durations") -> str:
+    """Return the durations that matter, in words."""
+    return (f"steps of {d.step:.3g} s, starts of {d.start:.0f} s, saves that block for {d.save_blocked:.2g} s and are "
+            f"on disk after {d.save_written:.2g} s, snapshots that block for {d.snapshot_blocked:.2g} s and are stored "
+            f"after {d.snapshot_stored:.2g} s, {d.repair:.0f} s on average without a machine that has no spare")
 
 
 def _write(folder: Path, setup: "Setup", failures: "list[Failure]", seed: int) -> None:
