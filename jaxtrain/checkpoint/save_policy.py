@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from jaxtrain.checkpoint.due_steps import is_due
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import say
 from jaxtrain.observe.ledger import Ledger
@@ -23,16 +24,6 @@ PROCESS_MTBF = 1000 / 6.5 * 24 * 3600.0
 _STEPS = 10  # a save that comes after fewer steps is not measured: the first steps of a run are not like the others
 _LONG = 600.0  # seconds that a run has to last before anything is said
 _MUCH = 0.01  # the share of the time that can be saved before anything is said
-
-
-def last_due(done: int, every: int) -> int:
-    """Return the last step, up to this one, after which something is due that comes every so many steps; 0: none."""
-    return done // every * every if every else 0
-
-
-def is_due(done: int, every: int) -> bool:
-    """Return whether something that comes every so many steps (0: never) is due after this step."""
-    return bool(every) and last_due(done, every) == done
 
 
 def daly(cost: float, mtbf: float) -> float:

@@ -51,7 +51,7 @@ def parser() -> Parser:
     made.add_argument("--shape", type=float, default=1.0,
                       help="shape of the Weibull distribution of the times between failures of a machine; below 1 they "
                            "come in clusters; default: 1, exponential")
-    made.add_argument("--days", type=float, default=30.0, help="days that a run lasts; default: 30")
+    made.add_argument("--days", type=int, default=30, help="days that a run lasts; default: 30")
     made.add_argument("--runs", type=int, default=20, help="simulated runs of each choice; default: 20")
     made.add_argument("--seed", type=int, default=0, help="seed of the failures; default: 0")
     made.add_argument("--spares", type=int, nargs="+", help="numbers of spare machines; default: 0 1 2 4 8")

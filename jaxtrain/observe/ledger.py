@@ -154,18 +154,16 @@ class Ledger:
             self._thread = threading.Thread(target=self._keep_writing, name="ledger", daemon=True)
             self._thread.start()
 
-    def write(self) -> None:
-        """Write the file atomically; on a full disk nothing is lost, since the next write includes these seconds."""
+    def write(self, ended: str = "") -> None:
+        """Write the file atomically, and how this start ended, once it did ("finished", "stopped" or "failed").
+
+        On a full disk nothing is lost, since the next write includes these seconds."""
+        self._own.ended = ended or self._own.ended
         if self._file is None:
             return
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)  # it may have been deleted
             atomic_files.write(self._file, json.dumps(vars(self.so_far())))
-
-    def end(self, how: str) -> None:
-        """Note how this start ended: "finished", "stopped" or "failed"."""
-        self._own.ended = how
-        self.write()
 
     def __enter__(self) -> "Ledger":
         return self
@@ -174,7 +172,7 @@ class Ledger:
         self._end.set()
         if self._thread is not None:
             self._thread.join()
-        self.end("finished" if kind is None else "stopped" if issubclass(kind, self._stopped) else "failed")
+        self.write("finished" if kind is None else "stopped" if issubclass(kind, self._stopped) else "failed")
         if self._file is not None:
             say(table(self.account()))
 

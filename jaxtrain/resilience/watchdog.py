@@ -115,8 +115,7 @@ class Watchdog:
 
     def limit(self) -> float:
         """Return the seconds that may pass without progress."""
-        times = list(self._times)
-        return hang_limit(self._config, self._phase, [after - before for before, after in pairwise(times)])
+        return hang_limit(self._config, self._phase, [after - before for before, after in pairwise(list(self._times))])
 
     def _watch(self) -> None:
         seen, before, armed = None, time.monotonic(), -GRACE

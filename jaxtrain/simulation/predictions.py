@@ -21,7 +21,7 @@ SEARCH, ENOUGH = 4, 50  # drawn traces on which choices are compared, and failur
 
 @dataclass(frozen=True)
 class Prediction:
-    """What simulated runs of one setup came to: the 10th, 50th and 90th percentile, and means."""
+    """The result of simulated runs of one setup: the 10th, 50th and 90th percentile, and means."""
 
     setup: Setup
     low: float
@@ -113,7 +113,7 @@ def useful(prediction: Prediction) -> float:
 
 @dataclass(frozen=True)
 class Advice:
-    """What is predicted for a run on so many machines, by tiers and by the number of spares."""
+    """The predictions for a run on so many machines, by tiers and by the number of spares."""
 
     mtbf: float  # seconds
     tiers: Sequence[Prediction]  # without spares: checkpoints only, and with snapshots

@@ -1,4 +1,4 @@
-"""How often machines fail, from published reports, by what a failure takes with it.
+"""Rates of failures from published reports, by what a failure takes with it.
 
 The counts are the reports'; which kind of failure a cause counts as is an assumption of ours, given beside each.
 """

@@ -1,4 +1,4 @@
-"""How long the parts of a run take: assumed, or measured in the ledger and the events of a real one."""
+"""The durations of the parts of a run: assumed, or measured in the ledger and the events of a real one."""
 
 import dataclasses
 import itertools

@@ -25,7 +25,7 @@ from jaxtrain.resilience.watchdog import hang_limit
 from jaxtrain.simulation.failure_trace import Failure
 from jaxtrain.simulation.machine_room import MachineRoom
 from jaxtrain.simulation.run_durations import Durations
-from jaxtrain.simulation.timeline import Position, Timeline
+from jaxtrain.simulation.start_timeline import Position, Timeline
 
 _KILLED = -9
 ENDLESS = 10**12  # steps of a run that is simulated for a time
@@ -49,7 +49,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated run did."""
+    """The result of a simulated run."""
 
     starts: Sequence[Incarnation]
     failures: int  # that ended an attempt
@@ -74,7 +74,7 @@ class _Clock:
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended."""
+    """The end of an attempt."""
 
     finished: bool = False
     culprit: int | None = None
@@ -296,10 +296,7 @@ class VirtualRun:
         if saved:
             ledger.resumed(book.position.done)
             self._spend(ledger, "checkpoint", self._clock.now + saved)
-        if how:
-            ledger.end(how)
-        else:
-            ledger.write()
+        ledger.write(how)
         found = dataclasses.replace(ledger.so_far(), last_step=last)
         self._clock.now = before
         return found

@@ -28,7 +28,7 @@ def test_with_another_runs_durations(fitted, predicted):
 
 
 def test_other_rules_have_another_ledger():
-    """What the tests above compare can differ: starts and saves that take longer are noticed."""
+    """Starts and saves that take longer are noticed, so what the tests above compare can differ."""
     own = each_measured(RECORDED / "second")
     for name, seconds in (("launch", 30.0), ("save_written", 60.0), ("others_end", 60.0)):
         slower = [dataclasses.replace(one, **{name: seconds}) for one in own]

@@ -56,7 +56,7 @@ def test_a_case_says_what_is_assumed(capsys):
 
 
 def test_durations_of_ones_own_run(capsys):
-    assert simulate.main(["--devices", "64", f"--measured={RECORDED}/second", *FEW, "--days=0.2"]) == 0
+    assert simulate.main(["--devices", "64", f"--measured={RECORDED}/second", "--runs=1", "--days=1"]) == 0
     assert f"durations of {RECORDED}/second: steps of 0.3" in capsys.readouterr().out
     assert simulate.main([f"--replay={RECORDED}/third"]) == 0
     assert "8 failures; ETTR 78.2% measured, 78." in capsys.readouterr().out
@@ -64,8 +64,9 @@ def test_durations_of_ones_own_run(capsys):
 
 @pytest.mark.parametrize("flag, said", [
     ("--devices=0", "--devices: 0 is not a number of devices"), ("--rates=lama3", "did you mean 'llama3'"),
-    ("--rates=-1", "not a positive number of failures"), ("--days=0", "--days: 0.0 is not a positive number"),
-    ("--days=nan", "--days"), ("--runs=0", "--runs: 0 is too few"), ("--spares=-1", "--spares: -1 is negative"),
+    ("--rates=-1", "not a positive number of failures"), ("--days=0", "--days: 0 is not a positive number"),
+    ("--days=nan", "invalid int value"), ("--runs=0", "--runs: 0 is too few"),
+    ("--spares=-1", "--spares: -1 is negative"),
     ("--step_time=0", "--step_time"), ("--start_time=-1", "--start_time"),
     ("--case=llama4", "--case: there is no case"),
     ("--measured=/nowhere", "--measured"), ("--replay=/nowhere", "--replay"), ("--shape=0", "--shape"),

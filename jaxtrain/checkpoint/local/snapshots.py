@@ -28,10 +28,10 @@ import jax
 import numpy as np
 
 from jaxtrain.base.annotations import JsonObject, PyTree
+from jaxtrain.checkpoint.due_steps import is_due
 from jaxtrain.checkpoint.local import pieces
 from jaxtrain.checkpoint.local.partners import Partners
 from jaxtrain.checkpoint.local.pieces import Damaged
-from jaxtrain.checkpoint.save_policy import is_due
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.distributed.coordination import count, exchange
 from jaxtrain.errors import UserError

@@ -17,7 +17,7 @@ WORDS = 10.0  # seconds for the others to write their reports after one gave up
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows an attempt that did not finish the run."""
+    """The decision on what follows an attempt that did not finish the run."""
 
     again: bool  # whether to start again; False: give up
     pause: float = 0.0  # seconds to wait first
@@ -58,7 +58,7 @@ class RestartPolicy:
 
     @property
     def most_idle(self) -> int:
-        """How many attempts in a row may be without a new step while processes are left out and taken back."""
+        """The number of attempts in a row that may be without a new step while slots are left out and taken back."""
         return self._max_restarts + self.pool.slots * self.pool.lost_after
 
 

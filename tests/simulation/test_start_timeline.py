@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxtrain.simulation.run_durations import Durations
-from jaxtrain.simulation.timeline import Timeline
+from jaxtrain.simulation.start_timeline import Timeline
 
 
 def stepped(d: Durations, first: int, every: int, snapshots: int, last: int):

@@ -6,13 +6,13 @@ So that a run of months takes as long to simulate as it has failures, not steps.
 import math
 from dataclasses import dataclass
 
-from jaxtrain.checkpoint.save_policy import last_due
+from jaxtrain.checkpoint.due_steps import last_due
 from jaxtrain.simulation.run_durations import Durations
 
 
 @dataclass(frozen=True)
 class Position:
-    """What a start has done by some moment: complete steps, and seconds by what they are booked as."""
+    """The work of a start up to some moment: complete steps, and seconds by what they are booked as."""
 
     done: int
     steps: float  # of the complete steps
