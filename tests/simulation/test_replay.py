@@ -13,15 +13,17 @@ from jaxtrain.simulation.run_durations import each_measured, measured
 RECORDED = Path(__file__).parents[2] / "docs/measurements/simulation"
 
 
-@pytest.mark.parametrize("name, kills", [("first", 5), ("second", 6), ("third", 8)])
+@pytest.mark.parametrize("name, kills", [("first", 5), ("second", 6), ("third", 8), ("fourth", 11),
+                                         ("fifth", 12)])
 def test_with_a_runs_own_durations(name, kills):
     found = replay(RECORDED / name, each_measured(RECORDED / name))
     assert found.failures == kills
-    assert found.misplaced < 0.05 and abs(found.ettr[1] - found.measured.ettr) < 0.02
+    assert found.misplaced < 0.05 and abs(found.ettr[1] - found.measured.ettr) < 0.03
     assert found.rows()[-1][2] == pytest.approx(found.rows()[-1][1], rel=0.05), "the step that it reaches"
 
 
-@pytest.mark.parametrize("fitted, predicted", [("first", "second"), ("second", "first")])
+@pytest.mark.parametrize("fitted, predicted", [("first", "second"), ("second", "first"), ("fourth", "fifth"),
+                                               ("fifth", "fourth")])
 def test_with_another_runs_durations(fitted, predicted):
     found = replay(RECORDED / predicted, [measured(RECORDED / fitted)])
     assert found.misplaced < 0.05 and abs(found.ettr[1] - found.measured.ettr) < 0.03
