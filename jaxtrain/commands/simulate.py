@@ -1,4 +1,4 @@
-"""Predict a run's goodput under failures, and choose intervals of saves, tiers and spare machines.
+"""Predict goodput under failures, and choose save intervals, tiers and spare machines.
 
     jaxtrain simulate --devices 8 512 16384
     jaxtrain simulate --devices 4096 --measured=WORKDIR --spares 0 2 8
