@@ -191,7 +191,8 @@ def _told(d: "Durations") -> str:
     """Return the durations that matter, in words."""
     return (f"steps of {d.step:.3g} s, starts of {d.start:.0f} s, saves that block for {d.save_blocked:.2g} s and are "
             f"on disk after {d.save_written:.2g} s, snapshots that block for {d.snapshot_blocked:.2g} s and are stored "
-            f"after {d.snapshot_stored:.2g} s, a lost machine without a spare that is back after {d.repair:.0f} s on average")
+            f"after {d.snapshot_stored:.2g} s, a lost machine without a spare that is back after {d.repair:.0f} s on "
+            "average")
 
 
 def _write(folder: Path, setup: "Setup", failures: "list[Failure]", seed: int) -> None:
