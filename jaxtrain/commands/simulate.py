@@ -47,7 +47,8 @@ def parser() -> Parser:
     made.add_argument("--devices_per_node", type=int, default=8, help="devices of a machine; default: 8")
     made.add_argument("--rates", default="llama3", metavar="NAME_OR_NUMBER",
                       help="how often machines fail: llama3 (3.79 failures in a thousand days of a machine), rsc1 "
-                           "(6.50), rsc2 (2.34), byterobust (1.42), or a number of your own; default: llama3")
+                           "(6.50), rsc2 (2.34), byterobust (1.42), a number, or own: those of the run that --measured "
+                           "names; default: llama3")
     made.add_argument("--shape", type=float, default=1.0,
                       help="shape of the Weibull distribution of the times between failures of a machine; below 1 they "
                            "come in clusters; default: 1, exponential")
@@ -143,8 +144,14 @@ def _durations(flags: argparse.Namespace, workdir: str | None) -> "Durations":
 
 def _rates(flags: argparse.Namespace) -> "Rates":
     """Return the rates that a flag names or gives."""
-    from jaxtrain.simulation.reported_rates import LLAMA3, RATES
+    from jaxtrain.simulation.failure_trace import observed
+    from jaxtrain.simulation.reported_rates import LLAMA3, RATES, Rates
 
+    if flags.rates == "own":
+        if not flags.measured:
+            raise UserError("--rates", "own are the rates of a run, and none is given", "add --measured=WORKDIR")
+        per_day, count = observed(flags.measured)
+        return Rates(per_day, f"the {count} failures of {flags.measured}, by machine")
     if flags.rates in RATES:
         return RATES[flags.rates]
     try:

@@ -2,13 +2,16 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from jaxtrain.errors import UserError
 from jaxtrain.observe.events import events
+from jaxtrain.observe.goodput import account, incarnations
 
 DAY = 86400.0
 # What fails, and what it takes with it.
@@ -58,6 +61,20 @@ def drawn(per_slot_day: Mapping[str, float], slots: int, seconds: float, seed: i
             found += [Failure(float(at[slot]), kind, int(slot)) for slot in np.flatnonzero(left)
                       if 0 <= at[slot] < seconds]
     return sorted(found)
+
+
+def observed(workdir: str | Path) -> tuple[dict[str, float], int]:
+    """Return how often each kind of failure came in a day of one slot of a real run, and how many there were.
+
+    Raises:
+        UserError: the run has no ledger, or nothing failed in it, so that no rate is known.
+    """
+    found, starts = recorded(workdir), incarnations(workdir)
+    slots = [len(event["slots"]) for event in events(workdir) if event["kind"] == "attempt" and event.get("slots")]
+    days = account(starts).life * max(slots, default=0) / DAY if starts else 0.0
+    if not found or not days:
+        raise UserError("--rates", f"nothing has failed in {workdir} under a supervisor", "name published rates")
+    return {kind: count / days for kind, count in Counter(one.kind for one in found).items()}, len(found)
 
 
 def recorded(workdir: str | Path) -> list[Failure]:

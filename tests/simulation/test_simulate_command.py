@@ -5,7 +5,9 @@ import json
 import pytest
 
 from jaxtrain.commands import goodput, simulate
+from jaxtrain.observe.goodput import account, incarnations
 from jaxtrain.simulation.published_runs import CASES
+from jaxtrain.simulation.run_durations import Durations
 from tests.simulation.test_replay import RECORDED
 
 FEW = ["--runs=3", "--days=5"]
@@ -62,7 +64,22 @@ def test_durations_of_ones_own_run(capsys):
     assert "8 failures; ETTR 78.2% measured, 78." in capsys.readouterr().out
 
 
+def test_rates_of_ones_own_run(capsys):
+    assert simulate.main(["--devices", "2", "--devices_per_node=1", "--rates=own", f"--measured={RECORDED}/second",
+                          "--runs=2", "--days=1", "--json"]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[0])
+    life = account(incarnations(RECORDED / "second")).life
+    assert line["seconds_between_failures"] == pytest.approx(life / 6)
+
+
+def test_the_defaults_are_those_of_the_durations():
+    for flag, (name, _) in simulate._SECONDS.items():
+        assert flag == "start_time" or simulate._default(name) == getattr(Durations(), name)
+    assert Durations().start == 65.0
+
+
 @pytest.mark.parametrize("flag, said", [
+    ("--rates=own", "add --measured=WORKDIR"),
     ("--devices=0", "--devices: 0 is not a number of devices"), ("--rates=lama3", "did you mean 'llama3'"),
     ("--rates=-1", "not a positive number of failures"), ("--days=0", "--days: 0 is not a positive number"),
     ("--days=nan", "invalid int value"), ("--runs=0", "--runs: 0 is too few"),
