@@ -16,7 +16,7 @@ PACKAGE = ROOT / "jaxtrain"
 # From the top to the ground: a module imports from its own layer and from those below.
 LAYERS = (
     "__main__ main cli supervise commands", "__init__ api bench proof bisection", "trainer", "diloco",
-    "launch runs profiling serving precompiled",
+    "launch runs profiling serving precompiled simulation",
     "plan", "tuning hub", "builder", "own_builder", "extensions", "run",
     "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels", "train_step", "data",
     "distributed", "observe", "config hf", "sharding",

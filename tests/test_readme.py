@@ -77,6 +77,8 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
     if words[1:4] == ["-m", "jaxtrain", "prove"]:
         words = [*(word for word in words if not word.startswith(("--meshes=", "--steps="))), "--meshes=2", "--steps=1",
                  f"--output={workdirs / 'proofs'}"]
+    if words[1:4] == ["-m", "jaxtrain", "simulate"]:
+        words += ["--runs=2", "--days=3"]
     if words[1:3] == ["-m", "jaxtrain.bench"]:
         words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words] + ["--steps=2", "--warmup=1"]
         words = [re.sub(r"^(train\.unroll=1),0$", r"\1", word) for word in words]  # each value is a process

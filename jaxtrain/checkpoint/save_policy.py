@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from jaxtrain.checkpoint.due_steps import is_due
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import say
 from jaxtrain.observe.ledger import Ledger
@@ -66,7 +67,7 @@ class SavePolicy:
         """Return whether to save after this step."""
         if not self._writing():
             self._settle()
-        return bool(self._every) and done % self._every == 0
+        return is_due(done, self._every)
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:

@@ -51,6 +51,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "profile": "Profile a running training job: where the time of its steps goes.",
         "scaling": "Fit a scaling law to finished runs: predict the loss, and the best size for a budget.",
         "schedules": "Draw a pipeline schedule, and compute its bubble and memory.",
+        "simulate": "Predict goodput under failures, and choose save intervals, tiers and spare machines.",
         "prove": "Prove that a config gives the numbers of one device on any mesh.",
         "coordinates": "Check whether activations grow with width: the coordinate check of muP.",
     },

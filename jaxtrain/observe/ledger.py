@@ -123,7 +123,13 @@ class Ledger:
 
     def account(self) -> Account:
         """Return the account of the whole run so far."""
-        return account([*self._earlier, self._copy()])
+        return account([*self._earlier, self.so_far()])
+
+    def so_far(self) -> Incarnation:
+        """Return the record of this start, up to now."""
+        with self._lock:
+            self._charge()
+            return dataclasses.replace(self._own, seconds=dict(self._own.seconds))
 
     # ------------------------------------------------------------------------------------------------------- the files
     def open(self, last_step: int) -> None:
@@ -148,13 +154,16 @@ class Ledger:
             self._thread = threading.Thread(target=self._keep_writing, name="ledger", daemon=True)
             self._thread.start()
 
-    def write(self) -> None:
-        """Write the file atomically; on a full disk nothing is lost, since the next write includes these seconds."""
+    def write(self, ended: str = "") -> None:
+        """Write the file atomically, and how this start ended, once it did ("finished", "stopped" or "failed").
+
+        On a full disk nothing is lost, since the next write includes these seconds."""
+        self._own.ended = ended or self._own.ended
         if self._file is None:
             return
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)  # it may have been deleted
-            atomic_files.write(self._file, json.dumps(vars(self._copy())))
+            atomic_files.write(self._file, json.dumps(vars(self.so_far())))
 
     def __enter__(self) -> "Ledger":
         return self
@@ -163,19 +172,13 @@ class Ledger:
         self._end.set()
         if self._thread is not None:
             self._thread.join()
-        self._own.ended = "finished" if kind is None else "stopped" if issubclass(kind, self._stopped) else "failed"
-        self.write()
+        self.write("finished" if kind is None else "stopped" if issubclass(kind, self._stopped) else "failed")
         if self._file is not None:
             say(table(self.account()))
 
     def _keep_writing(self) -> None:
         while not self._end.wait(self._every):
             self.write()
-
-    def _copy(self) -> Incarnation:
-        with self._lock:
-            self._charge()
-            return dataclasses.replace(self._own)
 
     def _charge(self) -> None:
         now = self.now()

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -115,14 +115,7 @@ class Watchdog:
 
     def limit(self) -> float:
         """Return the seconds that may pass without progress."""
-        config = self._config
-        if self._phase == "failure":
-            return config.hang_floor
-        times = list(self._times)
-        if self._phase != "train" or len(times) < 4:  # the first steps of a process wait for connections and caches
-            return config.start_limit
-        step = statistics.median(after - before for before, after in pairwise(times))
-        return max(config.hang_factor * step, config.hang_floor)
+        return hang_limit(self._config, self._phase, [after - before for before, after in pairwise(list(self._times))])
 
     def _watch(self) -> None:
         seen, before, armed = None, time.monotonic(), -GRACE
@@ -217,6 +210,15 @@ class Watchdog:
                 os.pwrite(file, json.dumps(beat).ljust(255).encode()[:255] + b"\n", 0)
             finally:
                 os.close(file)
+
+
+def hang_limit(config: ResilienceConfig, phase: str, steps: Sequence[float]) -> float:
+    """Return the seconds that may pass without progress in this phase, after the last steps took so long."""
+    if phase == "failure":
+        return config.hang_floor
+    if phase != "train" or len(steps) < 3:  # the first steps of a process wait for connections and caches
+        return config.start_limit
+    return max(config.hang_factor * statistics.median(steps), config.hang_floor)
 
 
 def laggards(beats: dict[int, JsonObject], processes: int) -> str:

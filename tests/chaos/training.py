@@ -32,6 +32,7 @@ class Training:
     every: int
     elastic: bool = False  # goes on without the process that died, and takes it back some seconds later
     extra: list[str] = field(default_factory=list)
+    program: list[str] = field(default_factory=list)  # in place of jaxtrain.main
     environment: dict[str, str] = field(default_factory=dict)
     prefix: list[str] = field(default_factory=list)
     space: str = ""  # the network namespace, if it has one of its own
@@ -50,7 +51,8 @@ class Training:
                  "optimizer.zero_stage": 1, "optimizer.eps": EPSILON}
         size = [f"--processes={self.processes}", *([f"--min_processes={self.processes - 1}", "--lost_after=1",
                                                     "--retry_lost=10"] if self.elastic else [])]
-        command = [*self.prefix, sys.executable, "-m", "jaxtrain", "supervise", *size, "--",
+        program = ["--program", *self.program] if self.program else []
+        command = [*self.prefix, sys.executable, "-m", "jaxtrain", "supervise", *size, *program, "--",
                    f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{key}={value}" for key, value in model.items()),
                    *self.extra, f"--workdir={self.workdir}"]
         environment = os.environ | {
@@ -71,7 +73,7 @@ class Training:
         for folder in Path("/proc").iterdir():
             try:
                 words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                if f"--workdir={self.workdir}" in words and "jaxtrain.main" in words:
+                if f"--workdir={self.workdir}" in words and "supervise" not in words:
                     number = [word.partition("=")[2] for word in words if word.startswith("--process_id=")]
                     found[int(number[0]) if number else 0] = int(folder.name)  # who is alone has no number
             except OSError:

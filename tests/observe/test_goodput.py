@@ -234,8 +234,8 @@ def test_the_thread_writes_what_nobody_asked_it_to(tmp_path, capsys):
         written = threading.Event()
         monkey = ledger.write
 
-        def write():
-            monkey()
+        def write(ended=""):
+            monkey(ended)
             written.set()
 
         ledger.write = write

@@ -43,7 +43,8 @@ class Partners:
         known = exchange([host, self._server.server_address[1], token, socket.gethostname()])
         self._addresses = [(address, port) for address, port, _, _ in known]
         self._key = derive("partners", known[0][2])
-        self.partner = _partner([name for _, _, _, name in known], jax.process_index())
+        shift = shift_of([name for _, _, _, name in known])
+        self.partner = (jax.process_index() + shift) % len(known)
         threading.Thread(target=self._server.serve_forever, name="partners", daemon=True).start()
 
     def send(self, process: int, path: Path) -> None:
@@ -174,13 +175,12 @@ def _own_address() -> str:
         return probe.getsockname()[0]
 
 
-def _partner(hosts: list[str], process: int) -> int:
-    """Return the process that stores this process's files, on another host if possible.
+def shift_of(hosts: list[str]) -> int:
+    """Return by how many ranks the process is apart that stores a process's files, on another host if possible.
 
-    All processes use the same shift in rank, the smallest that puts every pair on different hosts (1 if there is none),
-    so each process stores the files of exactly one other.
+    All processes use the same shift, the smallest that puts every pair on different hosts (1 if there is none), so each
+    process stores the files of exactly one other.
     """
     many = len(hosts)
-    shift = next((shift for shift in range(1, many)
-                  if all(hosts[i] != hosts[(i + shift) % many] for i in range(many))), 1)
-    return (process + shift) % many
+    return next((shift for shift in range(1, many)
+                 if all(hosts[i] != hosts[(i + shift) % many] for i in range(many))), 1)

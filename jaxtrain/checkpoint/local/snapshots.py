@@ -28,6 +28,7 @@ import jax
 import numpy as np
 
 from jaxtrain.base.annotations import JsonObject, PyTree
+from jaxtrain.checkpoint.due_steps import is_due
 from jaxtrain.checkpoint.local import pieces
 from jaxtrain.checkpoint.local.partners import Partners
 from jaxtrain.checkpoint.local.pieces import Damaged
@@ -97,7 +98,7 @@ class LocalCheckpoints:
     # ------------------------------------------------------------------------------------------------------ to take one
     def due(self, step: int) -> bool:
         """Return whether to take a snapshot after this step."""
-        return bool(self.every) and step % self.every == 0
+        return is_due(step, self.every)
 
     def pop_fields(self) -> dict[str, float]:
         """Return `snapshot_blocked_s`, the seconds the last snapshot blocked the loop, for the next line of metrics."""

@@ -49,7 +49,9 @@ class SlotPool:
         self._take_back([slot for slot, since in self.lost.items() if self.clock() - since >= self.rest])
         if self.slots - len(self.lost) < self.minimum:
             self._take_back(list(self.lost))  # nothing is left to lose
-        healthy = [slot for slot in range(self.slots) if slot not in self.lost]
+        healthy = list(range(self.slots))
+        if self.lost:
+            healthy = [slot for slot in healthy if slot not in self.lost]
         most = min(len(healthy), self.order or self.slots)
         for count in range(most, self.minimum - 1, -1):
             if count == self.slots or self.fits(count):

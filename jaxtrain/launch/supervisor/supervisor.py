@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import random
 import select
 import shutil
 import signal
@@ -22,13 +21,11 @@ from jaxtrain.distributed.child_processes import Child
 from jaxtrain.errors import UserError
 from jaxtrain.launch.supervisor import failure_report
 from jaxtrain.launch.supervisor.progress_file import Steps
+from jaxtrain.launch.supervisor.restart_policy import OWN_END, RestartPolicy, patience
 from jaxtrain.launch.supervisor.slot_pool import Order, SlotPool
 from jaxtrain.observe.events import record
 
 _TICK = 0.2  # seconds between polls; a death is noticed at once
-_OWN_END = 30.0  # seconds for the others to end by themselves after one ended deliberately
-_STACKS = 2.0  # seconds for the others to dump their stacks after one died
-_WORDS = 10.0  # seconds for the others to write their reports after one gave up
 _JUMP = 5.0  # seconds by which a clock is set at once instead of slewed
 _FRESH = 300.0  # seconds within which such a jump may end a process
 _ROOM = 2**20  # bytes that a start needs for its logs and records
@@ -106,8 +103,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------- attempt by attempt
     def run(self) -> int:
         """Run attempts until there is a reason to end; returns the exit status."""
-        failures = 0  # consecutive attempts without a new step and with the same processes
-        idle = 0  # consecutive attempts without a new step, whatever processes they had
+        policy = RestartPolicy(self.staff, self.settings.max_restarts, self.settings.max_backoff)
         down: tuple[float, str] | None = None  # since when the run has been down, and why
         while True:
             if not self._room():
@@ -125,32 +121,25 @@ class Supervisor:
                 say(end.verdict)
                 return code
             down = end.since, end.resized or end.why
-            idle = 0 if self.steps.best > best else idle + 1
-            if end.resized and idle <= self._most_idle:
-                failures = 0
+            decided = policy.after(self.steps.best > best, bool(end.resized),
+                                   end.lost.slot if end.lost else None)
+            if end.resized and decided.again:
                 continue
-            failures = 0 if self.steps.best > best else failures + 1
-            if end.lost is not None and self.staff.died(end.lost.slot):
+            if end.lost and decided.lost:
                 say(f"process {end.lost.rank} keeps crashing: the run continues without it, and adds it again in "
                     f"{self.settings.retry_lost:.0f} s, or when a number is written to {self.workdir / 'processes'}")
                 self._record("process_lost", slot=end.lost.slot)
-                failures = 0
-            self._record("restart", why=end.why, failures=failures, step=self.steps.newest)
-            if failures > self.settings.max_restarts or idle > self._most_idle:
-                say(f"gave up: {idle} attempts in a row without a new step")
+            self._record("restart", why=end.why, failures=policy.failures, step=self.steps.newest)
+            if not decided.again:
+                say(f"gave up: {policy.idle} attempts in a row without a new step")
                 say(end.verdict)
-                self._record("gave_up", attempts=idle, why=end.why)
+                self._record("gave_up", attempts=policy.idle, why=end.why)
                 return exit_codes.STOPPED
-            pause = min(self.settings.max_backoff, 2.0 ** (failures - 1)) * random.uniform(0.5, 1.5) * bool(failures)
+            pause = decided.pause
             say(f"{end.told}; starting again" + (f" in {pause:.1f} s" if pause else "") + f"; logs: {end.logs}")
             self._sleep(pause)
             if self.asked:
                 return self._asked_status(exit_codes.SAVED)
-
-    @property
-    def _most_idle(self) -> int:
-        """Return how many attempts in a row may be without a new step while processes are left out and taken back."""
-        return self.settings.max_restarts + self.settings.processes * self.settings.lost_after
 
     def _asked_status(self, code: int) -> int:
         """Return the exit status after a signal; what was saved is saved, whatever failed during shutdown."""
@@ -167,7 +156,7 @@ class Supervisor:
         self._record("attempt", attempt=int(logs.name), slots=slots, step=self.steps.newest)
         team: list[Child] = []
         silent = mute = None
-        patience, resized, clocks, jumped, jumped_at = 0.0, "", time.time() - time.monotonic(), 0.0, 0.0
+        wait, resized, clocks, jumped, jumped_at = 0.0, "", time.time() - time.monotonic(), 0.0, 0.0
         try:
             for i, slot in enumerate(slots):
                 team.append(self._start(i, slot, len(slots), coordinator, logs))
@@ -192,15 +181,13 @@ class Supervisor:
                     for child in team:
                         child.send(number)
                 if ended := [child for child in team if child.died is not None]:
-                    if not patience:  # the first of them
-                        on_purpose = all(child.code in (*exit_codes.FINAL, exit_codes.SAVED) for child in ended)
+                    if not wait:  # the first of them
                         mute = self._silent(team, _MUTE)
-                        gave_up = all(child.code == exit_codes.RESTART for child in ended) and not mute
-                        patience = _OWN_END if on_purpose else _WORDS if gave_up else _STACKS
-                        if not on_purpose:
+                        wait = patience((child.code for child in ended), mute is not None)
+                        if wait != OWN_END:
                             for child in team:
                                 child.dump_stacks()
-                    if time.monotonic() - min(child.died or 0.0 for child in ended) > patience:
+                    if time.monotonic() - min(child.died or 0.0 for child in ended) > wait:
                         break
                 elif quiet := self._silent(team, self.settings.silent):
                     silent = quiet

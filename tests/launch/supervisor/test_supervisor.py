@@ -15,6 +15,7 @@ import pytest
 from jaxtrain.commands import supervise as supervise_command
 from jaxtrain.distributed import child_processes, exit_codes
 from jaxtrain.errors import UserError
+from jaxtrain.launch.supervisor import restart_policy
 from jaxtrain.launch.supervisor import supervisor as supervise
 from jaxtrain.observe.events import events
 from tests.launch.waiting import LIMIT, wait_for
@@ -235,7 +236,7 @@ def test_who_writes_down_a_hang_may_end_later(run, tmp_path):
     process = run({"1:0": ["meet 1", "exit 76"],
                    "1:1": ["meet 0", "outlive 0", "await go", "say all is written", "exit 76"]})
     wait_for((tmp_path / "ready-1-1").exists)
-    time.sleep(2 * supervise._STACKS)
+    time.sleep(2 * restart_policy.STACKS)
     (tmp_path / "go").touch()
     code, _ = ended(process)
     assert code == 0 and "all is written" in (tmp_path / "logs" / "1" / "process-1.log").read_text()
