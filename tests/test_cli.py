@@ -190,7 +190,7 @@ def test_flags_may_have_dashes():
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    ([], "CONFIG: it is missing; give a config file, such as configs/gpt.py"),
+    ([], "CONFIG: it is missing; give a config, such as gpt or configs/gpt.py"),
     (["a.py", "--config=b.py"], "CONFIG: two are given, a.py and b.py; give one"),
     (["--config=a.py", "--config.mesh.data", "-1"],
      "--config.mesh.data: it has no value; write --config.mesh.data=VALUE"),
@@ -230,7 +230,7 @@ def test_warnings_have_no_line_of_code(monkeypatch):
 
 def test_the_flags_of_a_run_may_be_missing(said):
     words = ["elastic", "runs/none", "--min_processes=1", "--processes=2"]
-    told = "CONFIG: it is missing; give a config file, such as configs/gpt.py\n"
+    told = "CONFIG: it is missing; give a config, such as gpt or configs/gpt.py\n"
     assert said(main_of("elastic"), words[1:])[:3] == (2, "", told)
 
 

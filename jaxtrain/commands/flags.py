@@ -170,14 +170,15 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Add the config that a command reads: CONFIG as the first word, or --config=CONFIG."""
     parser.add_argument("--config", action=_OneConfig, help=argparse.SUPPRESS)
     parser.add_argument("config", nargs="?", action=_OneConfig, default=argparse.SUPPRESS, metavar="CONFIG",
-                        help="a config file such as configs/gpt.py, or configs/gpt.py:124m; --config=CONFIG is the "
-                             "same, and --config.SECTION.KEY=VALUE sets any key of it")
+                        help="the name of a config such as gpt or gpt:124m (`jaxtrain configs` lists them), or a file "
+                             "of your own such as mine.py; --config=CONFIG is the same, and "
+                             "--config.SECTION.KEY=VALUE sets any key of it")
 
 
 def need_config(flags: argparse.Namespace) -> None:
     """Refuse a command line without a config."""
     if not flags.config:
-        raise UserError("CONFIG", "it is missing", "give a config file, such as configs/gpt.py")
+        raise UserError("CONFIG", "it is missing", "give a config, such as gpt or configs/gpt.py")
 
 
 def parser_of(name: str, text: str | None, **keys) -> Parser:
@@ -230,9 +231,9 @@ def default_workdir(config: str) -> str:
 
     All of the variant is in the name, since models of one name may be in several folders.
     """
-    file, _, variant = config.partition(".py:")
-    if file.startswith("hf:"):
-        file, variant = "", file.removeprefix("hf:")
+    file, _, variant = config.partition(".py:" if ".py" in config or ".json" in config else ":")
+    if config.startswith("hf:"):
+        file, variant = "", config.removeprefix("hf:")
     path = Path(file.removesuffix(".py"))
     name = f"{path.absolute().parent.name}-config" if path.name == "config.json" else path.name.removesuffix(".json")
     return f"runs/{re.sub(r'[^A-Za-z0-9_.@]+', '-', f'{name}:{variant}').strip('-.')}"

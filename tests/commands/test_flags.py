@@ -45,12 +45,12 @@ FIRST = {  # what a command is about comes first
     "WORKDIR STEP [WORKDIR2] STEP": "checkpoint-diff",
     "MODEL": "merge adapters-merge quantize", "CORPUS": "publish croissant", "ROOT": "runs-list runs-gc jobs-list",
     "SWEEP": "sweep", "FOLDER": "adapters-list serve_training serve_sampler", "STORE": "adapters-add",
-    "CORPUS_OR_RUN": "data-trace", "RUN_A": "bisect",
+    "CORPUS_OR_RUN": "data-trace", "RUN_A": "bisect", "NAME": "configs",
     "": "supervise prepare train_tokenizer dashboards calibrate schedules doctor diloco-keys diloco-serve "
         "prepare_sequences-audio prepare_sequences-events prepare_sequences-images",
 }
 READ_BY_SCRIPTS = ("runs-list runs-show runs-compare runs-gc checkpoint-list goodput adapters-list jobs-list jobs-show "
-                   "plan scaling coordinates doctor generate prove bisect data-trace")
+                   "plan scaling coordinates doctor generate prove bisect data-trace configs")
 REHEARSED = ("export merge publish prepare launch sweep calibrate runs-gc checkpoint-restore-to "
              "prepare_sequences-audio prepare_sequences-events prepare_sequences-images")
 REPLACING = "compile export merge quantize adapters-export adapters-merge train_tokenizer"
