@@ -3,15 +3,17 @@
 import argparse
 import functools
 import json
+import math
 import os
 import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxtrain.base import exit_statuses
 from jaxtrain.errors import UserError, nearest, say, tell
 from jaxtrain.redaction import hide_in_tracebacks, printable
 
@@ -28,21 +30,21 @@ def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], 
             warn_in_one_line()
             try:
                 do(argv)
-                return exit_process(0)
+                return exit_process(exit_statuses.DONE)
             except UserError as mistake:
                 say(mistake)
-                return exit_process(2, mistake)
+                return exit_process(exit_statuses.MISTAKE, mistake)
             except KeyboardInterrupt as stop:
                 say(stopped)
-                return exit_process(130, stop)
+                return exit_process(exit_statuses.INTERRUPTED, stop)
             except BrokenPipeError:  # the reader closed the pipe, as `head` does
                 discard_output()
-                return exit_process(0)
+                return exit_process(exit_statuses.DONE)
             except SystemExit:  # raised in all processes alike
-                exit_process(0)
+                exit_process(exit_statuses.DONE)
                 raise
             except Exception as error:
-                exit_process(1, error)  # returns in a single-process run
+                exit_process(exit_statuses.NO, error)  # returns in a single-process run
                 raise
 
         return main
@@ -208,9 +210,20 @@ def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def tell_json(*objects: Any) -> None:
-    """Print each object as a line of JSON; what JSON has no form for is text."""
+    """Print each object as a line of JSON: numbers in full precision, null if not finite; what has no form is text."""
     for one in objects:
-        tell(json.dumps(one, default=str), flush=True)
+        tell(json.dumps(_finite(one), default=str, allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with null in place of numbers that JSON does not have, as metrics.jsonl has it."""
+    if isinstance(value, Mapping):
+        return {f"{key}": _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value
 
 
 def add_process_flags(parser: argparse.ArgumentParser) -> None:

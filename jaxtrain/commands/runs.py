@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxtrain.base import exit_statuses
 from jaxtrain.commands.flags import Parser, add_dry_run, add_json, add_subcommand, command, parser_of, tell_json
 from jaxtrain.errors import UserError, say, tell
 from jaxtrain.pages.plain_text import age, aligned, in_bytes, plain
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     lists.add_argument("--tag", action="append", default=[], help="only runs with this tag; repeat it for several tags")
     lists.add_argument("--sort", choices=SORTS, default="time",
                        help="sort by this: losses and names ascending, everything else descending")
-    for each in (lists, subs["show"], compares, frees):
+    for each in (lists, subs["show"], compares, frees, tagging, again):
         add_json(each)
     add_dry_run(frees, "show what would be deleted, as without --delete")
     compares.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="two or more")
@@ -145,7 +146,8 @@ def _compare(flags: argparse.Namespace) -> None:
 
 
 def _tag(flags: argparse.Namespace) -> None:
-    tell(", ".join(tags.change(flags.workdir, flags.names, flags.remove)) or "no tags")
+    now = tags.change(flags.workdir, flags.names, flags.remove)
+    tell_json({"workdir": flags.workdir, "tags": [*now]}) if flags.json else tell(", ".join(now) or "no tags")
 
 
 def _gc(flags: argparse.Namespace) -> None:
@@ -171,21 +173,26 @@ def _gc(flags: argparse.Namespace) -> None:
     for line in failed:
         say(plain(line))
     if failed:
-        raise SystemExit(1)
+        raise SystemExit(exit_statuses.NO)
 
 
 def _reproduce(flags: argparse.Namespace) -> None:
     from jaxtrain.runs import reproduction
 
     found = reproduction.compared(flags.workdir, with_data=not flags.no_data)
-    if found.differences:
+    if flags.json:
+        tell_json({"differences": [dict(zip(("what", "then", "here", "do"), row, strict=True))
+                                   for row in found.differences],
+                   "commands": reproduction.commands(found, flags.into, flags.checkout)})
+    elif found.differences:
         tell("\n".join(aligned([["WHAT", "THEN", "HERE", "WHAT TO DO"],
                                  *([plain(cell) for cell in row] for row in found.differences)])), end="\n\n")
     else:
         tell("nothing that the run recorded is different here\n")
-    tell("\n".join(map(plain, reproduction.commands(found, flags.into, flags.checkout))))
+    if not flags.json:
+        tell("\n".join(map(plain, reproduction.commands(found, flags.into, flags.checkout))))
     if found.differences:
-        raise SystemExit(1)
+        raise SystemExit(exit_statuses.NO)
 
 
 def short(commit: str) -> str:

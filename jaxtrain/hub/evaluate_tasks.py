@@ -49,6 +49,7 @@ class Settings:
     adapters: dict[str, str] | None = None
     output: str | None = None
     log_samples: bool = False
+    json: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,10 @@ def _tell(settings: Settings, results: JsonObject, record: JsonObject, step: int
 
     from jaxtrain.files import atomic_files
 
-    tell((f"{adapter}:\n" if adapter else "") + make_table(results))
+    if settings.json:
+        tell(json.dumps(record, default=str))
+    else:
+        tell((f"{adapter}:\n" if adapter else "") + make_table(results))
     path = _results_path(settings, step, adapter)
     if path is None:
         return
