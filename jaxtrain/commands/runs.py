@@ -15,6 +15,7 @@ Exit status 0; 1: `reproduce` found a difference, or `gc` could not delete somet
 
 import argparse
 import dataclasses
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 from jaxtrain.base import exit_statuses
 from jaxtrain.commands.flags import Parser, add_dry_run, add_json, add_subcommand, command, parser_of, tell_json
 from jaxtrain.errors import UserError, say, tell
+from jaxtrain.observe.schemas import FILES, schema
 from jaxtrain.pages.plain_text import age, aligned, in_bytes, plain
 from jaxtrain.runs import tags
 
@@ -33,8 +35,8 @@ STATES = ("running", "finished", "stopped", "failed", "silent", "new", "damaged"
 def main(argv: list[str] | None) -> None:
     """Parse the flags and do it."""
     flags = parser().parse_args(argv)
-    {"list": _list, "show": _show, "compare": _compare, "tag": _tag, "gc": _gc, "reproduce": _reproduce}[
-        flags.what](flags)
+    {"list": _list, "show": _show, "compare": _compare, "tag": _tag, "gc": _gc, "reproduce": _reproduce,
+     "schema": _schema}[flags.what](flags)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
              "tag WORKDIR NAME": "tag a run: `list --tag` finds tagged runs, and `gc` keeps them",
              "gc [ROOT]": "show what can be deleted from runs that have ended; --delete deletes it",
              "reproduce WORKDIR": "compare a run's code, packages and data with those here, and print the command to "
-                                  "train it again"}
+                                  "train it again",
+             "schema NAME": "print the JSON Schema of a file that every run writes"}
     subs = {words.partition(" ")[0]: add_subcommand(commands, "runs", words, line) for words, line in lines.items()}
     for name in ("list", "gc"):
         subs[name].add_argument("root", nargs="?", default="runs", metavar="ROOT", help="default: runs")
@@ -61,6 +64,8 @@ def parser() -> argparse.ArgumentParser:
     lists.add_argument("--tag", action="append", default=[], help="only runs with this tag; repeat it for several tags")
     lists.add_argument("--sort", choices=SORTS, default="time",
                        help="sort by this: losses and names ascending, everything else descending")
+    subs["schema"].add_argument("name", metavar="NAME", choices=[*FILES], help=", ".join(
+        f"{name}: {'a line of ' * file.endswith('l')}{file}" for name, file in FILES.items()))
     for each in (lists, subs["show"], compares, frees, tagging, again):
         add_json(each)
     add_dry_run(frees, "show what would be deleted, as without --delete")
@@ -193,6 +198,10 @@ def _reproduce(flags: argparse.Namespace) -> None:
         tell("\n".join(map(plain, reproduction.commands(found, flags.into, flags.checkout))))
     if found.differences:
         raise SystemExit(exit_statuses.NO)
+
+
+def _schema(flags: argparse.Namespace) -> None:
+    tell(json.dumps(schema(flags.name), indent=2))
 
 
 def short(commit: str) -> str:

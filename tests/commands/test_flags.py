@@ -48,7 +48,7 @@ FIRST = {  # what a command is about comes first
     "WORKDIR STEP [WORKDIR2] STEP": "checkpoint-diff",
     "MODEL": "merge adapters-merge quantize", "CORPUS": "publish croissant", "ROOT": "runs-list runs-gc jobs-list",
     "SWEEP": "sweep", "FOLDER": "adapters-list serve_training serve_sampler", "STORE": "adapters-add",
-    "CORPUS_OR_RUN": "data-trace", "RUN_A": "bisect", "NAME": "configs",
+    "CORPUS_OR_RUN": "data-trace", "RUN_A": "bisect", "NAME": "configs runs-schema",
     "": "supervise prepare train_tokenizer dashboards calibrate schedules doctor diloco-keys diloco-serve "
         "prepare_sequences-audio prepare_sequences-events prepare_sequences-images",
 }
@@ -62,7 +62,8 @@ NO_TABLE = {
     "jobs-requeue": "one sentence",
     "serve_training": "the address", "serve_sampler": "the address", "diloco-serve": "its log is journal.jsonl",
     "diloco-keys": "names of files", "dashboards": "names of files", "croissant": "the name of a JSON file",
-    "report": "the name of a page", "train_tokenizer": "one sentence", "publish": "one sentence",
+    "runs-schema": "a JSON Schema in any case", "report": "the name of a page",
+    "train_tokenizer": "one sentence", "publish": "one sentence",
     "export": "one sentence; export.json in the folder has the facts", "merge": "one sentence",
     "quantize": "one sentence", "adapters-add": "one sentence; adapters list --json has it", "adapters-merge":
     "one sentence", "adapters-export": "one sentence", "checkpoint-restore-to": "one sentence",
@@ -136,7 +137,7 @@ def test_json_is_printed_by_one_function():
     """It has full precision, is whole and valid, and nothing else is printed with it."""
     found = [path.stem for path in Path(jaxtrain.commands.__file__).parent.glob("*.py")
              if re.search(r"(?:print|tell)\(json\.dumps", path.read_text())]
-    assert sorted(found) == ["flags", "train"], "--print_config is JSON in any case"
+    assert sorted(found) == ["flags", "runs", "train"], "--print_config and a schema are JSON in any case"
 
 
 def test_names_of_before_are_answered_with_those_of_now(parsers):

@@ -1,6 +1,6 @@
 """Install a wheel into an empty environment outside of the checkout, and run commands there as a user would.
 
-    python tools/release/check_wheel.py dist/jaxtrain-*.whl
+    python tools/release/check_wheel.py WHEEL --constraints=constraints.txt --sbom=FILE
 
 Every command's --help is shown, and a small model is trained, watched, exported and published from a folder of its
 own. Packages come from the index that pip is set to; nothing of the checkout is on the path. Each line has the seconds
@@ -22,7 +22,7 @@ COMMANDS = [
     ["train", "gpt:tiny", "--workdir=runs/a", *SMALL],
     ["train", "--config=gpt:tiny", "--workdir=runs/a", *SMALL],  # again: it is done
     ["train", "gpt:tiny", "--workdir=runs/b", *SMALL, "--config.train.seed=1"],
-    ["train", "llama3_8b", "--print_config=diff", "--config.train.steps=3"],
+    ["train", "llama3_8b", "--print_config=diff", "--config.train.steps=3000"],
     ["prepare", "--input=text", "--output=corpus"],
     ["inspect", "gpt:tiny", "--config.data.source=corpus", "--step=0", "--row=0"],
     ["runs", "list", "runs"],
@@ -74,6 +74,8 @@ def run(words: list[str], folder: Path, environment: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
+    parser.add_argument("--sbom", type=Path, help="write here what the environment consists of, in CycloneDX's format; "
+                                                  "needs the package cyclonedx-bom")
     parser.add_argument("--constraints", type=Path, help="versions of packages, as pip reads them")
     flags = parser.parse_args()
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -86,6 +88,10 @@ def main() -> None:
         run([f"{empty}/bin/python", "-m", "pip", "install", "--quiet", *given, f"{flags.wheel.absolute()}"],
             Path(folder), environment)
         print(f"{time.monotonic() - begun:6.1f} s  pip install {flags.wheel.name}")
+        if flags.sbom:
+            flags.sbom.parent.mkdir(parents=True, exist_ok=True)
+            run([sys.executable, "-m", "cyclonedx_py", "environment", f"{empty}/bin/python", "--output-reproducible",
+                 "--output-format=JSON", f"--output-file={flags.sbom.absolute()}"], Path(folder), environment)
         check(empty / "bin/python", Path(folder), environment | {"JAXTRAIN_CACHE": f"{folder}/cache"})
 
 
