@@ -128,25 +128,25 @@ def listed(found: Sequence[Any], root: str) -> list[str]:
 
 
 def _show(flags: argparse.Namespace) -> None:
-    from jaxtrain.runs.comparison import facts
+    from jaxtrain.runs.comparison import described, facts
 
-    said = facts(flags.workdir)
     if flags.json:
-        tell_json(said)
+        tell_json(described(flags.workdir))
         return
+    said = facts(flags.workdir)
     width = max(map(len, said))
     tell("\n".join(f"{name:<{width}}  {plain(value)}" for name, value in said.items()))
 
 
 def _compare(flags: argparse.Namespace) -> None:
-    from jaxtrain.runs.comparison import table
+    from jaxtrain.runs.comparison import compared, table
 
     if len(flags.workdirs) < 2:
         raise UserError("WORKDIR", "one run cannot be compared", "give two or more workdirs")
-    head, *rows = table(flags.workdirs)
     if flags.json:
-        tell_json(*({"name": row[0], **dict(zip(head[1:], row[1:], strict=True))} for row in rows))
+        tell_json(*compared(flags.workdirs))
         return
+    head, *rows = table(flags.workdirs)
     tell("\n".join(aligned([[plain(cell) for cell in row] for row in (head, *rows)])))
 
 

@@ -51,7 +51,7 @@ def test_numbers_are_whole_and_valid(capsys):
 
 def test_elastic(made, objects, printed):
     flags, workdir, _ = made
-    words = ["elastic", workdir, "--min_processes=1", "--processes=3"]
+    words, flags = ["elastic", workdir, "--min_processes=1", "--processes=4"], [*flags, "--config.mesh.data=4"]
     found = [json.loads(line) for line in printed(*words, "--json", "--", *flags).splitlines()]
     text = printed(*words, "--", *flags).splitlines()
     assert [one["processes"] for one in found] == [int(line.split()[0]) for line in text] and found
@@ -61,8 +61,9 @@ def test_elastic(made, objects, printed):
 def test_top(made, objects, printed):
     _, workdir, _ = made
     (found,) = objects("top", workdir)
-    last = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[-1])
-    assert found["metrics"] == last and f"{last['loss']:.4f}" in printed("top", workdir, "--once")
+    *_, last, evaluation = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    assert (found["metrics"], found["evaluation"]) == (last, evaluation)
+    assert f"{last['loss']:.4f}" in printed("top", workdir, "--once")
     assert (found["state"], found["step"], found["last_step"], found["checkpoints"]) == ("finished", 2, 2, [1, 2])
     (lost,) = objects("top", workdir / "..")
     assert lost["workdir"] == f"{workdir}"
@@ -127,3 +128,23 @@ def test_refusals_stay_on_stderr(capsys):
         assert importlib.import_module(f"jaxtrain.commands.{words[0]}").main(words[1:]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith(told)
+
+
+def test_calibrate(objects, printed):
+    planned, text = objects("calibrate", "--quick", "--dry_run"), printed("calibrate", "--quick", "--dry_run")
+    assert len(planned) == len(text.splitlines()) - 1
+    assert {row["what"] for row in planned} >= {"llm", "attention", "memory"}
+
+
+@pytest.mark.slow
+def test_bench(made, objects, tmp_path):
+    flags, _, _ = made
+    (record,) = objects("bench", *flags, "--steps=1", "--warmup=1", f"--output={tmp_path / 'kept'}")
+    assert record == json.loads((tmp_path / "kept").read_text()) and record["what"] == "run"
+
+
+@pytest.mark.slow
+def test_compile(made, objects, tmp_path):
+    flags, _, _ = made
+    programs = objects("compile", *flags, f"--output={tmp_path / 'compiled'}", f"--workdir={tmp_path / 'run'}")
+    assert programs and all(one["bytes"] > 0 and one["seconds"] > 0 and one["program"] for one in programs)
