@@ -65,8 +65,11 @@ def test_top(made, objects, printed):
     assert (found["metrics"], found["evaluation"]) == (last, evaluation)
     assert f"{last['loss']:.4f}" in printed("top", workdir, "--once")
     assert (found["state"], found["step"], found["last_step"], found["checkpoints"]) == ("finished", 2, 2, [1, 2])
-    (lost,) = objects("top", workdir / "..")
-    assert lost["workdir"] == f"{workdir}"
+    (workdir.parent / "other").mkdir()
+    (workdir.parent / "other" / "run.json").write_text("{}")
+    (workdir.parent / "other" / "config.json").write_text("no JSON")
+    every = {one["workdir"]: one["state"] for one in objects("top", workdir.parent)}
+    assert every == {f"{workdir}": "finished", f"{workdir.parent}/other": "damaged"}
 
 
 def test_checkpoint(made, objects, printed):
