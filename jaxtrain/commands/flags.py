@@ -2,19 +2,18 @@
 
 import argparse
 import functools
-import json
-import math
 import os
 import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxtrain.base import exit_statuses
-from jaxtrain.errors import UserError, nearest, say, tell
+from jaxtrain.base.json_output import tell_json as tell_json
+from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.redaction import hide_in_tracebacks, printable
 
 
@@ -207,23 +206,6 @@ def add_dry_run(parser: argparse.ArgumentParser, what: str) -> None:
 def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --overwrite, without which a command leaves alone what is there."""
     parser.add_argument("--overwrite", action="store_true", help=f"replace {what}, if it is there")
-
-
-def tell_json(*objects: Any) -> None:
-    """Print each object as a line of JSON: numbers in full precision, null if not finite; what has no form is text."""
-    for one in objects:
-        tell(json.dumps(_finite(one), default=str, allow_nan=False), flush=True)
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with null in place of numbers that JSON does not have, as metrics.jsonl has it."""
-    if isinstance(value, Mapping):
-        return {f"{key}": _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value
 
 
 def add_process_flags(parser: argparse.ArgumentParser) -> None:
