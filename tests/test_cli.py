@@ -137,7 +137,7 @@ def test_list_of_commands(words, said):
 def test_version(flag, said):
     status, out, err, _ = said(cli.main, [flag])
     assert (status, err) == (0, "")
-    assert re.fullmatch(r"jaxtrain (\d[\d.]*|\(not installed\))( \([\w.-]+\))?, JAX \d[\d.]*, Python \d[\d.]*\n", out)
+    assert re.fullmatch(r"jaxtrain (\d[\w.+]*|\(not installed\))( \([\w.-]+\))?, JAX \d[\d.]*, Python \d[\d.]*\n", out)
 
 
 def config_of(words):
