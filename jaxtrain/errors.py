@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import sys
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.redaction import printable, redacted
@@ -60,5 +61,7 @@ def nearest_few(word: str, known: Collection[str], where: str) -> str:
 
 
 def install_extra(name: str) -> str:
-    """Return the words for how to install an extra of this package, which is installed from a checkout."""
-    return f"run pip install -e '.[{name}]' in jaxtrain's folder"
+    """Return the words for how to install an extra of this package, from a checkout if that is where it is."""
+    if (Path(__file__).parents[1] / "pyproject.toml").is_file():
+        return f"run pip install -e '.[{name}]' in jaxtrain's folder"
+    return f"run pip install 'jaxtrain[{name}]'"

@@ -134,7 +134,7 @@ def test_config(refused, mistake, tmp_path):
      "data.mixture.NAME.epochs limits one source of a mixture"),
     ("--xyzzy", "--xyzzy: there is no such flag; see --help"),
     ("--config.model.num_layers", "--config.model.num_layers: it has no value; write --config.model.num_layers=VALUE"),
-    ("--config=", "CONFIG: it is missing; give a config file, such as configs/gpt.py"),
+    ("--config=", "CONFIG: it is missing; give a config, such as gpt or configs/gpt.py"),
     ("--process_id=x", "command line: argument --process_id: invalid int value: 'x'; see --help"),
     ("--process_id=0", "--coordinator: several processes need --coordinator, --num_processes and --process_id; give "
      "all three (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID)"),
@@ -159,7 +159,7 @@ def test_config_file(refused, tmp_path, content, line):
 
 
 def test_config_path_and_variant(refused, tmp_path):
-    fix = "give the path of a config such as configs/gpt.py"
+    fix = "give the name of a config such as gpt, or its path"
     for name, content, meant in (("run", {"model": {}}, "give run/config.json, the config of its run"),
                                  ("published", {"model_type": "gpt2"}, "give hf:published")):
         (tmp_path / name).mkdir()

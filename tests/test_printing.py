@@ -18,9 +18,9 @@ SHOWN = r"a\x1b]0;title\x07b\x1b[2Jc\rd\u202ee\x9bf\x7f\ud800"
 JAXTRAIN = Path(__file__).parents[1] / "jaxtrain"
 # What may print as it is: text of its own only, JSON without such characters, or colours around clean text.
 PRINTS = {"cli.py", "config/key_reference.py", "errors.py", "redaction.py", "files/work_progress.py",
-          "observe/progress.py", "observe/live_display.py", "commands/generate.py",
+          "observe/progress.py", "observe/live_display.py",
           "hub/speech/live_printing.py", "commands/dashboards.py", "commands/scaling.py",
-          "commands/elastic.py", "commands/schedules.py", "commands/inspect.py", "distributed/processes.py",
+          "commands/schedules.py", "commands/inspect.py", "distributed/processes.py",
           "runs/top.py", "launch/ray_driver.py", "bench/records.py", "bench/reference/plain_jax.py",
           "commands/bench.py", "commands/coordinates.py", "bench/sweep.py", "doctor/child.py"}
 

@@ -4,7 +4,9 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its processes and files are removed
+    from jaxtrain.base.exit_statuses import TERMINATED
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that its processes and files are removed
     from jaxtrain.commands.bench import main
 
     sys.exit(main())

@@ -143,8 +143,34 @@ def _snapshots(workdir: str | Path, local_dir: str) -> list[dict[str, Any]]:
     return rows
 
 
-def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]]:
-    """Yield a line for each checkpoint, and whether it is intact."""
+@dataclass(frozen=True)
+class Verified:
+    """A checkpoint after every byte of it was read."""
+
+    step: int
+    good: bool
+    problems: list[str]
+    files: int
+    verified_before: bool
+
+    def __str__(self) -> str:
+        if self.problems:
+            more = [f"\n  and {problem}" for problem in self.problems[1:]]
+            return f"step {self.step}: damaged: {self.problems[0]}{''.join(more)}"
+        later = "" if self.verified_before else " (not verified before; the next start of the run marks it good)"
+        return f"step {self.step}: good: {self.files} files were read, and all is as it was saved{later}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference between two checkpoints, as a line and as what JSON has of it."""
+
+    line: str
+    facts: JsonObject
+
+
+def verified(workdir: str | Path, steps: list[int]) -> Iterator[Verified]:
+    """Yield what became of each checkpoint."""
     directory = _directory(workdir)
     there = verify.steps(directory)
     for step in steps:
@@ -155,14 +181,8 @@ def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]
     for step in steps or there:
         with Work(f"step {step}", _to_read(directory, step)) as work:
             problems = verify.verify(directory, step, work.add)
-        if problems:
-            more = [f"\n  and {problem}" for problem in problems[1:]]
-            yield f"step {step}: damaged: {problems[0]}{''.join(more)}", False
-            continue
-        files = verify.list_files(directory / str(step))[0]
-        marked = verify.good(directory, step) is not None
-        yield (f"step {step}: good: {len(files)} files were read, and all is as it was saved"
-               f"{'' if marked else ' (not verified before; the next start of the run marks it good)'}", True)
+        files = verify.list_files(directory / str(step))[0] if not problems else ()
+        yield Verified(step, not problems, list(problems), len(files), verify.good(directory, step) is not None)
 
 
 def _to_read(directory: Path, step: int) -> int:
@@ -174,8 +194,11 @@ def _to_read(directory: Path, step: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------- differences
-def diff(workdir: str | Path, step: int, other: str | Path, other_step: int) -> Iterator[str]:
-    """Yield a line for each difference between two checkpoints; arrays are read piece by piece."""
+def diff(workdir: str | Path, step: int, other: str | Path, other_step: int) -> Iterator[Difference]:
+    """Yield each difference between two checkpoints, and at last how many arrays are the same.
+
+    Arrays are read piece by piece.
+    """
     one, two = (_known(_directory(place), at) for place, at in ((workdir, step), (other, other_step)))
     for folder in (one, two):
         if problems := verify.list_files(folder)[1]:  # reading a pipe would never end
@@ -186,18 +209,20 @@ def diff(workdir: str | Path, step: int, other: str | Path, other_step: int) -> 
         for key in sorted({*metas[0], *metas[1]}):
             values = [json.dumps(meta[key]) if key in meta else "missing" for meta in metas]
             if values[0] != values[1]:
-                yield f"{key}: {values[0]} -> {values[1]}"
+                yield Difference(f"{key}: {values[0]} -> {values[1]}",
+                                 {"key": key, **{name: meta.get(key) for name, meta in zip("ab", metas, strict=True)}})
         shapes = [{path: what for path, (what, _) in verify.saved_fingerprint(folder).items()} for folder in (one, two)]
         same = 0
         for path in [*shapes[0], *(path for path in shapes[1] if path not in shapes[0])]:
             ours, theirs = (shape.get(path, "missing") for shape in shapes)
             if ours != theirs:
-                yield f"array {path}: {ours} -> {theirs}"
+                yield Difference(f"array {path}: {ours} -> {theirs}", {"array": path, "a": ours, "b": theirs})
             elif difference := _difference(one / "state", two / "state", path):
-                yield f"array {path} {ours}: {difference}"
+                yield Difference(f"array {path} {ours}: {difference}", {"array": path, "difference": difference})
             else:
                 same += 1
-        yield f"{same} of {len({*shapes[0], *shapes[1]})} arrays are the same, bit by bit"
+        both = len({*shapes[0], *shapes[1]})
+        yield Difference(f"{same} of {both} arrays are the same, bit by bit", {"arrays": both, "same": same})
     except UserError:
         raise
     except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ Commands are on top: they read flags and call functions of the rooms below, whic
 GROUPS: dict[str, dict[str, str]] = {
     "train": {
         "train": "Train a config, or resume its run.",
+        "configs": "List the configs that come with jaxtrain, or print one.",
         "supervise": "Start processes as one run, and restart them when one dies or hangs.",
         "launch": "Submit a run to this machine, Slurm, Kubernetes or Ray, or write a job file.",
         "jobs": "List, pause, resume and cancel jobs on any engine.",

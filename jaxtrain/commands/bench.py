@@ -13,8 +13,18 @@ import argparse
 import re
 import sys
 
+from jaxtrain.base import exit_statuses
 from jaxtrain.bench.measured_run import measured, prepare_environment, shown
-from jaxtrain.commands.flags import add_config, add_process_flags, command, need_config, overrides_of, parser_of
+from jaxtrain.commands.flags import (
+    add_config,
+    add_json,
+    add_process_flags,
+    command,
+    need_config,
+    overrides_of,
+    parser_of,
+    tell_json,
+)
 from jaxtrain.errors import UserError, say
 from jaxtrain.redaction import redacted
 
@@ -25,6 +35,8 @@ def main(argv: list[str] | None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     flags, words = parser().parse_known_args(argv)
     overrides = overrides_of(words, vars(flags))
+    if flags.render and flags.json:
+        raise UserError("--json", "the files of --render are JSON", "read these")
     if flags.render:
         from jaxtrain.bench import tables
 
@@ -57,9 +69,12 @@ def main(argv: list[str] | None) -> None:
             raise UserError("--sweep", f"it ranks runs, and {'--compare' if flags.compare else '--name'} takes one run",
                             "leave one of them out")
         found = sweep.sweep(_others(argv, flags.sweep), flags.sweep, flags.output, flags.timeout)
-        print(sweep.ranked(found), end="")
+        if flags.json:
+            tell_json(*found)
+        else:
+            print(sweep.ranked(found), end="")
         if all("failed" in record for record in found):
-            raise SystemExit(1)
+            raise SystemExit(exit_statuses.NO)
         return
     from jaxtrain.bench import records
     from jaxtrain.distributed import processes
@@ -72,12 +87,15 @@ def main(argv: list[str] | None) -> None:
               **records.about(records.command_line("-m jaxtrain.bench", argv)), **record}
     if processes.process() == 0:
         if "failed" not in record:
-            print(shown(record), end="", flush=True)
+            if flags.json:
+                tell_json(record)
+            else:
+                print(shown(record), end="", flush=True)
         if flags.output:
             records.append(flags.output, record)
     if "failed" in record:
         say(record["failed"])
-        raise SystemExit(1)
+        raise SystemExit(exit_statuses.NO)
 
 
 def _compared(flags: argparse.Namespace) -> list[str]:
@@ -117,6 +135,7 @@ def parser() -> argparse.ArgumentParser:
     add_process_flags(made)
     made.add_argument("--targets", metavar="FILE", help="measurements of jaxtrain calibrate, for the predictions")
     made.add_argument("--output", metavar="FILE", help="append the measurement to this file as a line of JSON")
+    add_json(made, "print each measurement as a JSON object, as --output has it")
     made.add_argument("--name", help="name of the measurement in tables; default: the config and its changes")
     made.add_argument("--label", help="name of the table for the measurement, one word; see --into")
     made.add_argument("--render", nargs="+", metavar="FILE", help="print tables of the measurements in --output files")
@@ -124,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
                       help="with --render: write the tables into this document, between lines '<!-- rendered: KIND "
                            "LABEL -->' and '<!-- end -->'; KIND is run, memory, compare, profile or figures")
     made.group("what is measured", "steps", "warmup", "profile", "compare", "sweep", "timeout", "targets")
-    made.group("records and tables", "output", "name", "label", "render", "into")
+    made.group("records and tables", "output", "json", "name", "label", "render", "into")
     return made
 
 
@@ -133,7 +152,7 @@ def _others(argv: list[str], swept: list[str]) -> list[str]:
     own, skip = [], False
     for word in argv:
         if word.startswith("-"):
-            skip = word.partition("=")[0] in ("--sweep", "--output", "--timeout")
+            skip = word.partition("=")[0] in ("--sweep", "--output", "--timeout", "--json")
         if not (skip or word in swept):
             own.append(word)
     return own

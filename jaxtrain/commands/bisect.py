@@ -16,7 +16,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxtrain.commands.flags import Parser, add_json, command, parser_of
+from jaxtrain.base import exit_statuses
+from jaxtrain.commands.flags import Parser, add_json, command, parser_of, tell_json
 from jaxtrain.errors import UserError, say, tell
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ def main(argv: list[str] | None = None) -> None:
     a = _side(flags.a, flags.a if flags.a != flags.b else "A", flags.code_a, flags.python_a, "a")
     b = _side(flags.b, flags.b if flags.a != flags.b else "B", flags.code_b, flags.python_b, "b")
     found = bisect_sides(a, b, flags.steps, say)
-    tell(json.dumps(found.as_json()) if flags.json else f"{found}")
+    tell_json(found.as_json()) if flags.json else tell(found)
     if found.cause not in (SAME, ROUNDING):
-        raise SystemExit(1)
+        raise SystemExit(exit_statuses.NO)
 
 
 def _side(source: str, name: str, code: str, python: str, letter: str) -> "Side":

@@ -24,7 +24,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.commands.flags import add_json, command, parser_of, tell_json
 from jaxtrain.errors import UserError, say, tell
 
 
@@ -46,7 +46,10 @@ def main(argv: list[str] | None) -> None:
     dtype = "float32" if target.platform == "cpu" else "bfloat16"
     rows = rates.planned(rates.sizes_for(target, flags.quick), dtype, len(devices))
     if flags.dry_run:
-        tell(f"{len(devices)} x {target.name}, for at most about {flags.timeout:g} s:", *rows, sep="\n")
+        if flags.json:
+            tell_json(*map(asdict, rows))
+        else:
+            tell(f"{len(devices)} x {target.name}, for at most about {flags.timeout:g} s:", *rows, sep="\n")
         return
     skipped = 0
     for row, error in rates.measured(rows, devices, target, flags.timeout, flags.quick):
@@ -54,7 +57,7 @@ def main(argv: list[str] | None) -> None:
         if error:
             say(f"{row} left out: {error}")
         elif row.seconds:
-            tell(row, flush=True)
+            tell_json({**asdict(row), "rate": row.rate}) if flags.json else tell(row, flush=True)
     if skipped:
         say(f"{skipped} measurements were left out after {flags.timeout:g} s; --timeout allows more")
     if len(devices) == 1:
@@ -65,9 +68,10 @@ def main(argv: list[str] | None) -> None:
     file.write_text(json.dumps({target.name: keys}, indent=2) + "\n")
     lines = [json.dumps({**asdict(row), "rate": row.rate}) for row in rows if row.seconds]
     file.with_suffix(".rows.jsonl").write_text("\n".join(lines) + "\n")
-    tell(json.dumps(keys["efficiency"]))
-    tell(f"written to {flags.output}: jaxtrain plan --targets={flags.output} "
-          f"--target={target.name}x{len(devices)} --config=...")
+    report = say if flags.json else tell
+    report(json.dumps(keys["efficiency"]))
+    report(f"written to {flags.output}: jaxtrain plan --targets={flags.output} "
+           f"--target={target.name}x{len(devices)} --config=...")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output", metavar="FILE", help="the file to write, for --targets of jaxtrain plan and bench")
     made.add_argument("--quick", action="store_true", help="small shapes, for CPUs: a few seconds")
     made.add_argument("--dry_run", action="store_true", help="only print what would be measured")
+    add_json(made, "print a JSON object for each measurement")
     made.add_argument("--timeout", type=float, default=150, metavar="SECONDS",
                       help="start no further measurement after so long")
     return made

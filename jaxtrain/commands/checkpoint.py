@@ -9,8 +9,10 @@ Exit status 0; 1: `verify` found damage; 2: a user error, reported in one line.
 """
 
 import argparse
+import dataclasses
 from functools import partial
 
+from jaxtrain.base import exit_statuses
 from jaxtrain.commands.flags import Parser, add_dry_run, add_json, add_subcommand, command, parser_of, tell_json
 from jaxtrain.errors import UserError, tell
 
@@ -35,18 +37,18 @@ def main(argv: list[str] | None) -> None:
             tell(show(flags.workdir, flags.mirror))
     elif flags.what == "verify":
         right = True
-        for line, good in verified(flags.workdir, flags.steps):
-            tell(line, flush=True)
-            right &= good
+        for one in verified(flags.workdir, flags.steps):
+            tell_json(dataclasses.asdict(one)) if flags.json else tell(one, flush=True)
+            right &= one.good
         if not right:
-            raise SystemExit(1)
+            raise SystemExit(exit_statuses.NO)
     elif flags.what == "diff":
         words = flags.words if len(flags.words) == 4 else [*flags.words[:2], flags.words[0], *flags.words[2:]]
         if len(words) != 4 or not (words[1] + words[3]).isdecimal():
             raise UserError("command line", f"diff {' '.join(flags.words)} does not name two checkpoints",
                             "write diff WORKDIR STEP STEP, or diff WORKDIR STEP WORKDIR2 STEP")
-        for line in diff(words[0], int(words[1]), words[2], int(words[3])):
-            tell(line, flush=True)
+        for one in diff(words[0], int(words[1]), words[2], int(words[3])):
+            tell_json(one.facts) if flags.json else tell(one.line, flush=True)
     elif flags.dry_run:
         newer = ", ".join(map(str, set_aside_by(flags.workdir, flags.step))) or "none"
         tell(f"the run would go on from step {flags.step}; checkpoints that would be set aside: {newer}")
@@ -73,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
                           help="the run's mirror, if its URL has a password: config.json does not have it")
     diffs.add_argument("words", metavar="WORKDIR STEP [WORKDIR2] STEP", nargs="+", action="store",
                        help="two checkpoints, of the same run or of two runs")
-    add_json(lists)
+    for each in (lists, verifies, diffs):
+        add_json(each)
     add_dry_run(goes, "verify the checkpoint, say what would be set aside, and stop")
     goes.add_argument("step", metavar="STEP", type=int, help="step of the checkpoint to restore")
     return made

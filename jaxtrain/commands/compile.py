@@ -13,11 +13,13 @@ from pathlib import Path
 
 from jaxtrain.commands.flags import (
     add_config,
+    add_json,
     add_overwrite,
     command,
     need_config,
     overrides_of,
     parser_of,
+    tell_json,
     workdir_of,
 )
 from jaxtrain.errors import UserError, say, tell
@@ -34,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
                         help="type and number of devices, such as h100x64 or v5px16; default: this machine's devices")
     parser.add_argument("--workdir", help="folder of the run, whose secret signs the programs; default: as for "
                                           "jaxtrain train")
+    add_json(parser, "print a JSON object for each program")
     add_overwrite(parser, "compiled programs there")
     flags, words = parser.parse_known_args(argv)
     overrides = overrides_of(words, vars(flags))
@@ -55,7 +58,12 @@ def main(argv: list[str] | None = None) -> None:
         if "JAXTRAIN_SECRET_FILE" not in os.environ:
             raise UserError("--workdir", f"{workdir}/secret can be read by others", f"chmod 600 {workdir}/secret")
         say(f"signed with {workdir}/secret, which the run needs in its workdir, or in JAXTRAIN_SECRET_FILE")
-    compiling.compile_into(
-        Path(flags.output), config, target, devices, overwrite=flags.overwrite,
-        tell=lambda title, seconds, size: tell(f"{title}: {seconds:.1f} s, {in_bytes(size)}", flush=True))
-    tell(f"start the run with --compiled={flags.output}")
+
+    def made(title: str, seconds: float, size: int) -> None:
+        if flags.json:
+            tell_json({"program": title, "seconds": seconds, "bytes": size})
+        else:
+            tell(f"{title}: {seconds:.1f} s, {in_bytes(size)}", flush=True)
+
+    compiling.compile_into(Path(flags.output), config, target, devices, overwrite=flags.overwrite, tell=made)
+    (say if flags.json else tell)(f"start the run with --compiled={flags.output}")

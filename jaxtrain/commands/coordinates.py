@@ -12,11 +12,11 @@ Exit status 0; 1: something grows with width; 2: a user error, reported in one l
 """
 
 import argparse
-import json
 from pathlib import Path
 
+from jaxtrain.base import exit_statuses
 from jaxtrain.bench.coordinates import GROWS, measured, page, slopes_of, table, wider
-from jaxtrain.commands.flags import add_config, command, need_config, overrides_of, parser_of
+from jaxtrain.commands.flags import add_config, add_json, command, need_config, overrides_of, parser_of, tell_json
 from jaxtrain.errors import UserError
 
 
@@ -47,12 +47,12 @@ def main(argv: list[str] | None) -> None:
     if flags.output:
         Path(flags.output).write_text(page(found, flags.config, flags.steps))
     if flags.json:
-        print(json.dumps({"config": flags.config, "steps": flags.steps, "mup_base": configs[0].model.mup_base,
-                          "sizes": found, "slopes": slopes, "growing": growing}))
+        tell_json({"config": flags.config, "steps": flags.steps, "mup_base": configs[0].model.mup_base,
+                   "sizes": found, "slopes": slopes, "growing": growing})
     else:
         print(table(found, slopes, flags.steps))
     if growing:
-        raise SystemExit(1)
+        raise SystemExit(exit_statuses.NO)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,6 +64,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=4, help="number of training steps; default: 4")
     made.add_argument("--grow", choices=("heads", "head_dim"), default="heads",
                       help="whether wider models have more attention heads or wider ones; default: heads")
-    made.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    add_json(made, "print all numbers as JSON")
     made.add_argument("--output", metavar="FILE", help="also write a page with charts")
     return made

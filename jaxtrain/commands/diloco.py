@@ -13,10 +13,10 @@ Exit status 0; 2: a user error, in one line; 130: stopped by Ctrl-C.
 import argparse
 import dataclasses
 
-from jaxtrain.commands.flags import Parser, add_subcommand, command, parser_of
+from jaxtrain.commands.flags import Parser, add_json, add_subcommand, command, parser_of, tell_json
 from jaxtrain.diloco.coordinator import MODES, Policy
 from jaxtrain.diloco.network import certificates
-from jaxtrain.diloco.network.serving import serve, status
+from jaxtrain.diloco.network.serving import serve, shown, status
 from jaxtrain.errors import UserError, tell
 
 
@@ -30,7 +30,8 @@ def main(argv: list[str] | None) -> None:
         policy = Policy(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(Policy)})
         serve(flags.workdir, policy, flags.address, flags.keys, flags.store, flags.store_every, flags.largest)
     else:
-        tell(status(flags.workdir))
+        found = status(flags.workdir)
+        tell_json(found) if flags.json else tell(shown(found))
 
 
 def _make_keys(output: str, islands: int, days: int) -> None:
@@ -71,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
                        help="maximum size of an update in bytes; default: 2**36")
     status = add_subcommand(commands, "diloco", "status WORKDIR", "show the state of a coordinator's log")
     status.add_argument("workdir", metavar="WORKDIR", help="the workdir of the coordinator")
+    add_json(status, "print the state as a JSON object")
     return made
 
 

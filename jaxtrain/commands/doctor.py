@@ -7,13 +7,13 @@ Prints one line per finding, with its fix. Exit status 0: training would work; 1
 is wrong.
 """
 
-import json
 import os
 import sys
 from collections import Counter
 from dataclasses import asdict
 
-from jaxtrain.commands.flags import Parser, command, parser_of
+from jaxtrain.base import exit_statuses
+from jaxtrain.commands.flags import Parser, add_json, command, parser_of, tell_json
 from jaxtrain.doctor import (
     network,
 )
@@ -27,7 +27,7 @@ def parser() -> Parser:
     made.add_argument("--workdir", default=".", help="folder whose file system to check; default: the current one")
     made.add_argument("--coordinator", help="host:port of process 0, for runs of several processes; default: "
                                                      "JAX_COORDINATOR_ADDRESS")
-    made.add_argument("--json", action="store_true", help="print one JSON object per finding: level, check, what, fix")
+    add_json(made, "print one JSON object per finding: level, check, what, fix")
     return made
 
 
@@ -45,12 +45,12 @@ def main(argv: list[str] | None = None) -> int:
             network.split(coordinator)
         for finding in findings(flags.workdir, coordinator):
             counts[finding.level] += 1
-            tell(json.dumps(asdict(finding)) if flags.json else finding, flush=True)
+            tell_json(asdict(finding)) if flags.json else tell(finding, flush=True)
         if not flags.json:
             tell(", ".join(f"{counts[level]} {level}" for level in ("ok", "note", "warn", "FAIL")))
 
     try:
-        return examined(argv) or int(bool(counts["FAIL"]))
+        return examined(argv) or (exit_statuses.NO if counts["FAIL"] else exit_statuses.DONE)
     except BrokenPipeError:  # the reader of a pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return exit_statuses.NO

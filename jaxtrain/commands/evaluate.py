@@ -15,7 +15,7 @@ ends after the run's last step. With --adapters each adapter is evaluated separa
 import argparse
 from dataclasses import fields
 
-from jaxtrain.commands.flags import add_process_flags, command, folders_by_name, overrides_of, parser_of
+from jaxtrain.commands.flags import add_json, add_process_flags, command, folders_by_name, overrides_of, parser_of
 from jaxtrain.config.hub_names import model_folder
 from jaxtrain.errors import UserError
 from jaxtrain.hub.evaluate_tasks import Settings, Tasks, check_folder, evaluate, watch
@@ -63,10 +63,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--output", metavar="FILE", help="file for the results; default: WORKDIR/evaluations/STEP.json")
     parser.add_argument("--log_samples", action="store_true", help="also write every prompt and answer")
     parser.add_argument("--watch", action="store_true", help="evaluate each new verified checkpoint of a running run")
+    add_json(parser, "print what is written to the file as a JSON object for each evaluation, in place of tables")
     add_process_flags(parser)
     parser.group("tasks", "tasks", "include", "num_fewshot", "limit", "gen_kwargs", "chat", "chat_template", "seed")
     parser.group("model", "step", "ema", "adapters", "batch_size")
-    parser.group("results", "output", "log_samples", "watch")
+    parser.group("results", "output", "log_samples", "watch", "json")
     flags, rest = parser.parse_known_args(argv)
     flags.adapters = None if flags.adapters is None else folders_by_name(flags.adapters)
     overrides = overrides_of(rest, vars(flags))

@@ -15,6 +15,7 @@ not.
 
 from pathlib import Path
 
+from jaxtrain.base import exit_statuses
 from jaxtrain.commands.flags import add_dry_run, add_overwrite, add_process_flags, command, parser_of
 from jaxtrain.errors import UserError, say, tell
 from jaxtrain.hub.export import answers_file, export, planned
@@ -63,4 +64,4 @@ def main(argv: list[str] | None = None) -> None:
         say(f"gates: {suite}: {counts['passed']} of {counts['checks']} passed")
     if not record.get("gates", {}).get("releasable", True):
         say(f"it is not releasable; the answers are in {answers_file(Path(flags.workdir), record['step'], flags.ema)}")
-        raise SystemExit(1)
+        raise SystemExit(exit_statuses.NO)

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import json
 import os
 import re
 import sys
@@ -12,7 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxtrain.errors import UserError, nearest, say, tell
+from jaxtrain.base import exit_statuses
+from jaxtrain.base.json_output import tell_json as tell_json
+from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.redaction import hide_in_tracebacks, printable
 
 
@@ -28,21 +29,21 @@ def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], 
             warn_in_one_line()
             try:
                 do(argv)
-                return exit_process(0)
+                return exit_process(exit_statuses.DONE)
             except UserError as mistake:
                 say(mistake)
-                return exit_process(2, mistake)
+                return exit_process(exit_statuses.MISTAKE, mistake)
             except KeyboardInterrupt as stop:
                 say(stopped)
-                return exit_process(130, stop)
+                return exit_process(exit_statuses.INTERRUPTED, stop)
             except BrokenPipeError:  # the reader closed the pipe, as `head` does
                 discard_output()
-                return exit_process(0)
+                return exit_process(exit_statuses.DONE)
             except SystemExit:  # raised in all processes alike
-                exit_process(0)
+                exit_process(exit_statuses.DONE)
                 raise
             except Exception as error:
-                exit_process(1, error)  # returns in a single-process run
+                exit_process(exit_statuses.NO, error)  # returns in a single-process run
                 raise
 
         return main
@@ -170,14 +171,15 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Add the config that a command reads: CONFIG as the first word, or --config=CONFIG."""
     parser.add_argument("--config", action=_OneConfig, help=argparse.SUPPRESS)
     parser.add_argument("config", nargs="?", action=_OneConfig, default=argparse.SUPPRESS, metavar="CONFIG",
-                        help="a config file such as configs/gpt.py, or configs/gpt.py:124m; --config=CONFIG is the "
-                             "same, and --config.SECTION.KEY=VALUE sets any key of it")
+                        help="the name of a config such as gpt or gpt:124m (`jaxtrain configs` lists them), or a file "
+                             "of your own such as mine.py; --config=CONFIG is the same, and "
+                             "--config.SECTION.KEY=VALUE sets any key of it")
 
 
 def need_config(flags: argparse.Namespace) -> None:
     """Refuse a command line without a config."""
     if not flags.config:
-        raise UserError("CONFIG", "it is missing", "give a config file, such as configs/gpt.py")
+        raise UserError("CONFIG", "it is missing", "give a config, such as gpt or configs/gpt.py")
 
 
 def parser_of(name: str, text: str | None, **keys) -> Parser:
@@ -206,12 +208,6 @@ def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--overwrite", action="store_true", help=f"replace {what}, if it is there")
 
 
-def tell_json(*objects: Any) -> None:
-    """Print each object as a line of JSON; what JSON has no form for is text."""
-    for one in objects:
-        tell(json.dumps(one, default=str), flush=True)
-
-
 def add_process_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that make several processes one run."""
     group = parser.add_argument_group("several processes")
@@ -230,9 +226,9 @@ def default_workdir(config: str) -> str:
 
     All of the variant is in the name, since models of one name may be in several folders.
     """
-    file, _, variant = config.partition(".py:")
-    if file.startswith("hf:"):
-        file, variant = "", file.removeprefix("hf:")
+    file, _, variant = config.partition(".py:" if ".py" in config or ".json" in config else ":")
+    if config.startswith("hf:"):
+        file, variant = "", config.removeprefix("hf:")
     path = Path(file.removesuffix(".py"))
     name = f"{path.absolute().parent.name}-config" if path.name == "config.json" else path.name.removesuffix(".json")
     return f"runs/{re.sub(r'[^A-Za-z0-9_.@]+', '-', f'{name}:{variant}').strip('-.')}"

@@ -15,12 +15,11 @@ generation_config.json, unless flags set them.
 
 import argparse
 import io
-import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.commands.flags import command, folders_by_name, overrides_of, parser_of
+from jaxtrain.commands.flags import add_json, command, folders_by_name, overrides_of, parser_of, tell_json
 from jaxtrain.errors import UserError, nearest, say, tell_text
 from jaxtrain.files.bounded_files import LARGE, parsed, read, user_json
 from jaxtrain.hub.chat_messages import EXAMPLE, Messages, chat_of, read_messages
@@ -63,7 +62,7 @@ def main(argv: list[str] | None) -> None:
         if flags.json:
             said = {"prompt" if isinstance(prompt, str) else "messages": prompt}
             said |= {} if flags.adapters is None else {"adapter": name}
-            print(json.dumps(said | asdict(one), ensure_ascii=False))
+            tell_json(said | asdict(one))
         else:
             text = (prompt if isinstance(prompt, str) and not flags.chat else "") + one.text
             tell_text(text, end="\n" if len(found) == 1 else "\n---\n")
@@ -104,8 +103,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--batch_size", type=int, default=64, help="prompts per batch; default: 64")
     parser.add_argument("--chat", action="store_true", help="treat each prompt as a user's message, and answer it")
     parser.add_argument("--chat_template", default="", help="a Jinja file, plain or chatml; default: the run's own")
-    parser.add_argument("--json", action="store_true",
-                        help="print JSON lines, with tokens and the reason why each text ended")
+    add_json(parser, "print JSON lines, with tokens and the reason why each text ended")
     parser.add_argument("--logprobs", action="store_true",
                         help="with --json: also print the log probability of each token")
     parser.group("sampling", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop",

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.commands.flags import add_config, command, need_config, overrides_of, parser_of
+from jaxtrain.commands.flags import add_config, add_json, command, need_config, overrides_of, parser_of, tell_json
 from jaxtrain.config.load import load_config
 from jaxtrain.data.corpus.origins import origins
 from jaxtrain.data.corpus.text_cache import load_corpus
-from jaxtrain.data.inspect import cuts, show
+from jaxtrain.data.inspect import cuts, facts, show
 from jaxtrain.data.loading.batches import eval_batches, train_batches
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.errors import UserError
@@ -49,11 +49,14 @@ def main(argv: list[str] | None) -> None:
     masked = getattr(corpus, flags.split).masked
     colour = sys.stdout.isatty() if flags.colour == "auto" else flags.colour == "always"
     style = "colour" if colour else "brackets" if masked else "plain"
-    if masked:
+    if masked and not flags.json:
         print(cuts(getattr(corpus, flags.split), config))
     for i, row in enumerate(rows):
         one = {key: column[i] for key, column in batch.items()}
         froms = origins(corpus, flags.split, *batches.origin(flags.step, row))
+        if flags.json:
+            tell_json({"step": flags.step, **facts(row, one, corpus.tokenizer, froms)})
+            continue
         print(show(row, one, corpus.tokenizer, flags.token_ids, style, froms))
 
 
@@ -68,6 +71,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--token_ids", action="store_true", help="also print token ids")
     parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto",
                         help="colour the tokens that are trained on; default: if the output is a terminal")
+    add_json(parser, "print a JSON object for each row: its documents, their tokens and the weights of their losses")
     flags, rest = parser.parse_known_args(argv)
     overrides = overrides_of(rest, vars(flags))
     need_config(flags)

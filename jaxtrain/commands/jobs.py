@@ -95,10 +95,12 @@ def main(argv: list[str] | None = None) -> None:
 def config_of(job: records.Job) -> "Config | None":
     """Return the config of a job; None: it has a command of its own, or the config was changed or deleted since."""
     from jaxtrain.config.load import load_config
+    from jaxtrain.files.shipped_configs import is_named
 
     if "jaxtrain.main" not in job.command:
         return None
     flags, overrides = training_flags([*job.command[job.command.index("jaxtrain.main") + 1:]])
     with contextlib.suppress(UserError):  # which the run tells of
-        return load_config(f"{Path(job.directory) / flags.config}", overrides)
+        config = flags.config if is_named(flags.config) else Path(job.directory) / flags.config
+        return load_config(config, overrides)
     return None

@@ -12,6 +12,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.base import exit_statuses
 from jaxtrain.commands.flags import add_config, add_json, command, need_config, overrides_of, parser_of, tell_json
 from jaxtrain.config.schema import PRECISIONS
 from jaxtrain.errors import UserError, nearest, tell
@@ -125,7 +126,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     for rank, guess in enumerate(chosen[:flags.verify]):
         tell(verified(guess, flags.roofline, flags.timeline if rank == 0 else None))
     if not chosen or not chosen[0].fits:
-        raise SystemExit(1)
+        raise SystemExit(exit_statuses.NO)
 
 
 def _config_of(flags: argparse.Namespace, overrides: dict[str, str]) -> "Config":

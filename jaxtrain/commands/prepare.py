@@ -13,17 +13,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.commands.flags import Parser, command, parser_of
+from jaxtrain.commands.flags import Parser, add_json, command, parser_of, tell_json
 from jaxtrain.data.chat.templates import BUILT_IN, TRAIN_ON
 from jaxtrain.data.cleaning.filters import STEPS
 from jaxtrain.data.cleaning.near_duplicates import Near
 from jaxtrain.data.corpus import lengths
 from jaxtrain.data.formats.conversations import FORMATS
 from jaxtrain.data.prepare import job, on_slurm
-from jaxtrain.data.prepare.dry_run import dry_run
+from jaxtrain.data.prepare.dry_run import dry_run, rehearsed
 from jaxtrain.data.prepare.engines import Engine
 from jaxtrain.data.prepare.on_ray import Ray
-from jaxtrain.data.prepare.prepare import plan_tasks, prepare, prepare_part, summary, totals
+from jaxtrain.data.prepare.prepare import counted, plan_tasks, prepare, prepare_part, summary, totals
 from jaxtrain.data.prepare.tasks import Options
 from jaxtrain.errors import UserError, tell
 from jaxtrain.files.work_progress import Line
@@ -43,7 +43,8 @@ def main(argv: list[str] | None) -> None:
                       near=Near(flags.near_threshold, flags.near_permutations, flags.near_shingle))
     if flags.dry_run:
         tasks, _, options = plan_tasks(flags.input, options)
-        tell(dry_run(tasks, options, flags.sample))
+        found = rehearsed(tasks, options, flags.sample)
+        tell_json(found) if flags.json else tell(dry_run(found))
         return
     drawing = Path(flags.histogram).expanduser() if flags.histogram else None
     if drawing:
@@ -57,8 +58,11 @@ def main(argv: list[str] | None) -> None:
             prepare_part(flags.input, flags.output, options, flags.part, flags.stage, _engine(flags), say)
             return
         corpus = prepare(flags.input, flags.output, options, _engine(flags), say)
-    tell(summary(corpus))
-    tell(totals(corpus, time.monotonic() - began))
+    if flags.json:
+        tell_json({**counted(corpus), "seconds": time.monotonic() - began})
+    else:
+        tell(summary(corpus))
+        tell(totals(corpus, time.monotonic() - began))
     if drawing:
         lengths.draw(corpus, drawing)
 
@@ -148,6 +152,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stage", choices=["duplicates", "tokens"], default="tokens",
                         help="with --part: find duplicates (with --deduplicate), or tokenize")
     parser.add_argument("--histogram", help="write a histogram of document lengths to this PNG")
+    add_json(parser, "print the counts of the corpus, or of a dry run, as a JSON object")
     parser.group("records and conversations", "text_field", "format", "chat_template", "train_on", "token_dtype")
     parser.group("cleaning", "filters", "deduplicate", "near_threshold", "near_permutations", "near_shingle",
                  "record_bytes", "dry_run", "sample")
@@ -165,6 +170,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UserError(f"--{name}", f"--engine={flags.engine} has no such flag", f"add --engine={engine}")
     if flags.engine == "slurm" and (flags.part or flags.stage != "tokens"):
         raise UserError("--engine", "the script assigns the parts itself", "leave --part and --stage out")
+    if flags.json and (flags.engine == "slurm" or flags.part or flags.stage != "tokens"):
+        raise UserError("--json", "a script, or a part of a corpus, has no counts", "leave it out")
     if flags.sample < 0 or (flags.sample and not flags.dry_run):
         raise UserError("--sample", f"{flags.sample} has no use here", "give a positive number with --dry_run")
     if not flags.output and not flags.dry_run:

@@ -10,12 +10,12 @@ It works like `jaxtrain prepare`: the input determines tasks, each task has a le
 import argparse
 import sys
 
-from jaxtrain.commands.flags import Parser, add_dry_run, command, parser_of
+from jaxtrain.commands.flags import Parser, add_dry_run, add_json, command, parser_of, tell_json
 from jaxtrain.data.prepare import job
 from jaxtrain.data.prepare_sequences.audio import TARGETS, Audio
 from jaxtrain.data.prepare_sequences.event_streams import Events
 from jaxtrain.data.prepare_sequences.image_patches import Images
-from jaxtrain.data.prepare_sequences.prepare_sequences import Source, prepare_sequences, summary
+from jaxtrain.data.prepare_sequences.prepare_sequences import Source, counted, prepare_sequences, summary
 from jaxtrain.errors import UserError, tell
 from jaxtrain.files.work_progress import Line
 from jaxtrain.pages.plain_text import in_bytes
@@ -28,13 +28,16 @@ def main(argv: list[str] | None) -> None:
     if flags.dry_run:
         tasks = source_of(flags).find_tasks(flags.input)
         pieces = [piece for task in tasks for piece in task]
-        size, count = in_bytes(sum(piece.size for piece in pieces)), len({piece.path for piece in pieces})
-        tell(f"{len(tasks):,} shards would be made in {flags.output}, of {size} in {count:,} files")
+        size, count = sum(piece.size for piece in pieces), len({piece.path for piece in pieces})
+        if flags.json:
+            tell_json({"path": flags.output, "shards": len(tasks), "bytes": size, "files": count})
+        else:
+            tell(f"{len(tasks):,} shards would be made in {flags.output}, of {in_bytes(size)} in {count:,} files")
         return
     with Line(sys.stderr) as say:
         workers = flags.workers or job.cores()
         corpus = prepare_sequences(flags.input, flags.output, source_of(flags), workers, say)
-    tell(summary(corpus))
+    tell_json(counted(corpus)) if flags.json else tell(summary(corpus))
 
 
 def source_of(flags: argparse.Namespace) -> Source:
@@ -117,6 +120,7 @@ Prepare images from files, tar archives or Parquet as patches.
                           help=f"share of sequences held out for evaluation;  default: {default.eval_fraction:g}")
         kind.add_argument("--task_bytes", type=int, default=default.task_bytes, help="bytes of input per shard")
         add_dry_run(kind, "find the input, say how it would be divided, and stop")
+        add_json(kind, "print the counts of the corpus, or of a dry run, as a JSON object")
         kind.add_argument("--workers", type=int, help="number of processes; default: number of cores")
     flags = parser.parse_args(argv)
     if flags.workers is not None and flags.workers < 1:

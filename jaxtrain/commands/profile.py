@@ -8,9 +8,10 @@ Given a folder in WORKDIR/profiles, summarizes that profile, such as one request
 user error, reported in one line.
 """
 
+import json
 from pathlib import Path
 
-from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.commands.flags import add_json, command, parser_of, tell_json
 from jaxtrain.errors import say, tell
 
 
@@ -24,6 +25,7 @@ def main(argv: list[str] | None) -> None:
                         help="trace in the first COUNT processes of the run; default: 8")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS",
                         help="seconds to wait for the run's answer; default: 600")
+    add_json(parser, "print summary.json of the profile")
     flags = parser.parse_args(argv)
     from jaxtrain.profiling.summary import ask, summarise  # imports JAX, which --help does without
 
@@ -31,4 +33,8 @@ def main(argv: list[str] | None) -> None:
     if not (folder / "profile.json").exists():
         folder = ask(folder, flags.steps, flags.processes, flags.timeout)
         say(f"traced into {folder}; summarising")
-    tell(summarise(folder), end="")
+    text = summarise(folder)
+    if flags.json:
+        tell_json(json.loads((folder / "summary.json").read_text()))
+    else:
+        tell(text, end="")

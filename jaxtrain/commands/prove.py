@@ -9,7 +9,17 @@ has it. Writes a certificate, which `jaxtrain train --require_proof` asks for. E
 other numbers; 2: the command line is wrong.
 """
 
-from jaxtrain.commands.flags import Parser, add_config, add_json, command, need_config, overrides_of, parser_of
+from jaxtrain.base import exit_statuses
+from jaxtrain.commands.flags import (
+    Parser,
+    add_config,
+    add_json,
+    command,
+    need_config,
+    overrides_of,
+    parser_of,
+    tell_json,
+)
 from jaxtrain.errors import UserError, say, tell
 from jaxtrain.proof.virtual_devices import use_virtual_devices
 
@@ -40,7 +50,6 @@ def main(argv: list[str] | None = None) -> None:
         if getattr(flags, name) < 1:
             raise UserError(f"--{name}", f"{getattr(flags, name)} is too few", "give 1 or more")
     use_virtual_devices(8)  # before anything starts JAX
-    import json
 
     from jaxtrain import compile_cache
     from jaxtrain.config.load import load_config
@@ -53,6 +62,6 @@ def main(argv: list[str] | None = None) -> None:
     compile_cache.enable_compilation_cache()
     proof = prove(load_config(flags.config, overrides), meshes=flags.meshes, steps=flags.steps, seed=flags.seed,
                   precision=flags.precision, output=flags.output, report=say, config_name=flags.config)
-    tell(json.dumps(proof.certificate) if flags.json else f"{proof}\n{proof.path or ''}".rstrip())
+    tell_json(proof.certificate) if flags.json else tell(f"{proof}\n{proof.path or ''}".rstrip())
     if not proof.proven:
-        raise SystemExit(1)
+        raise SystemExit(exit_statuses.NO)

@@ -15,12 +15,15 @@ Exit status 0; 1: `reproduce` found a difference, or `gc` could not delete somet
 
 import argparse
 import dataclasses
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxtrain.base import exit_statuses
 from jaxtrain.commands.flags import Parser, add_dry_run, add_json, add_subcommand, command, parser_of, tell_json
 from jaxtrain.errors import UserError, say, tell
+from jaxtrain.observe.schemas import FILES, schema
 from jaxtrain.pages.plain_text import age, aligned, in_bytes, plain
 from jaxtrain.runs import tags
 
@@ -32,8 +35,8 @@ STATES = ("running", "finished", "stopped", "failed", "silent", "new", "damaged"
 def main(argv: list[str] | None) -> None:
     """Parse the flags and do it."""
     flags = parser().parse_args(argv)
-    {"list": _list, "show": _show, "compare": _compare, "tag": _tag, "gc": _gc, "reproduce": _reproduce}[
-        flags.what](flags)
+    {"list": _list, "show": _show, "compare": _compare, "tag": _tag, "gc": _gc, "reproduce": _reproduce,
+     "schema": _schema}[flags.what](flags)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
              "tag WORKDIR NAME": "tag a run: `list --tag` finds tagged runs, and `gc` keeps them",
              "gc [ROOT]": "show what can be deleted from runs that have ended; --delete deletes it",
              "reproduce WORKDIR": "compare a run's code, packages and data with those here, and print the command to "
-                                  "train it again"}
+                                  "train it again",
+             "schema NAME": "print the JSON Schema of a file that every run writes"}
     subs = {words.partition(" ")[0]: add_subcommand(commands, "runs", words, line) for words, line in lines.items()}
     for name in ("list", "gc"):
         subs[name].add_argument("root", nargs="?", default="runs", metavar="ROOT", help="default: runs")
@@ -60,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     lists.add_argument("--tag", action="append", default=[], help="only runs with this tag; repeat it for several tags")
     lists.add_argument("--sort", choices=SORTS, default="time",
                        help="sort by this: losses and names ascending, everything else descending")
-    for each in (lists, subs["show"], compares, frees):
+    subs["schema"].add_argument("name", metavar="NAME", choices=[*FILES], help=", ".join(
+        f"{name}: {'a line of ' * file.endswith('l')}{file}" for name, file in FILES.items()))
+    for each in (lists, subs["show"], compares, frees, tagging, again):
         add_json(each)
     add_dry_run(frees, "show what would be deleted, as without --delete")
     compares.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="two or more")
@@ -122,30 +128,31 @@ def listed(found: Sequence[Any], root: str) -> list[str]:
 
 
 def _show(flags: argparse.Namespace) -> None:
-    from jaxtrain.runs.comparison import facts
+    from jaxtrain.runs.comparison import described, facts
 
-    said = facts(flags.workdir)
     if flags.json:
-        tell_json(said)
+        tell_json(described(flags.workdir))
         return
+    said = facts(flags.workdir)
     width = max(map(len, said))
     tell("\n".join(f"{name:<{width}}  {plain(value)}" for name, value in said.items()))
 
 
 def _compare(flags: argparse.Namespace) -> None:
-    from jaxtrain.runs.comparison import table
+    from jaxtrain.runs.comparison import compared, table
 
     if len(flags.workdirs) < 2:
         raise UserError("WORKDIR", "one run cannot be compared", "give two or more workdirs")
-    head, *rows = table(flags.workdirs)
     if flags.json:
-        tell_json(*({"name": row[0], **dict(zip(head[1:], row[1:], strict=True))} for row in rows))
+        tell_json(*compared(flags.workdirs))
         return
+    head, *rows = table(flags.workdirs)
     tell("\n".join(aligned([[plain(cell) for cell in row] for row in (head, *rows)])))
 
 
 def _tag(flags: argparse.Namespace) -> None:
-    tell(", ".join(tags.change(flags.workdir, flags.names, flags.remove)) or "no tags")
+    now = tags.change(flags.workdir, flags.names, flags.remove)
+    tell_json({"workdir": flags.workdir, "tags": [*now]}) if flags.json else tell(", ".join(now) or "no tags")
 
 
 def _gc(flags: argparse.Namespace) -> None:
@@ -171,21 +178,30 @@ def _gc(flags: argparse.Namespace) -> None:
     for line in failed:
         say(plain(line))
     if failed:
-        raise SystemExit(1)
+        raise SystemExit(exit_statuses.NO)
 
 
 def _reproduce(flags: argparse.Namespace) -> None:
     from jaxtrain.runs import reproduction
 
     found = reproduction.compared(flags.workdir, with_data=not flags.no_data)
-    if found.differences:
+    if flags.json:
+        tell_json({"differences": [dict(zip(("what", "then", "here", "do"), row, strict=True))
+                                   for row in found.differences],
+                   "commands": reproduction.commands(found, flags.into, flags.checkout)})
+    elif found.differences:
         tell("\n".join(aligned([["WHAT", "THEN", "HERE", "WHAT TO DO"],
                                  *([plain(cell) for cell in row] for row in found.differences)])), end="\n\n")
     else:
         tell("nothing that the run recorded is different here\n")
-    tell("\n".join(map(plain, reproduction.commands(found, flags.into, flags.checkout))))
+    if not flags.json:
+        tell("\n".join(map(plain, reproduction.commands(found, flags.into, flags.checkout))))
     if found.differences:
-        raise SystemExit(1)
+        raise SystemExit(exit_statuses.NO)
+
+
+def _schema(flags: argparse.Namespace) -> None:
+    tell(json.dumps(schema(flags.name), indent=2))
 
 
 def short(commit: str) -> str:

@@ -7,37 +7,36 @@
 import argparse
 import sys
 
-from jaxtrain.commands.flags import parser_of
-from jaxtrain.errors import UserError
+from jaxtrain.commands.flags import add_json, command, parser_of, tell_json
+from jaxtrain.errors import UserError, tell
 from jaxtrain.parallel.schedules import drawing
 from jaxtrain.parallel.schedules.making import NAMES, make
-from jaxtrain.parallel.schedules.summaries import report, summary
+from jaxtrain.parallel.schedules.summaries import compared, facts, report, summary
 from jaxtrain.parallel.schedules.table_files import from_file
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns exit status 0, or 2 on a user error."""
-    try:
-        flags = parse(argv)
-        times = (flags.f, flags.b + (flags.f if flags.recompute else 0), flags.w)
-        if flags.all:
-            print(report(times, flags.latency))
-            return 0
-        if flags.table:
-            schedule = from_file(flags.table, flags.stages or 0, flags.microbatches or 0, flags.chunks or 0,
-                                 latency=flags.latency)
-        else:
-            stages, microbatches = (default if given is None else given
-                                    for given, default in ((flags.stages, 4), (flags.microbatches, 8)))
-            chunks = flags.chunks or (2 if flags.schedule in ("interleaved", "zb_v") else 1)
-            schedule = make(flags.schedule, stages, microbatches, chunks, paired=flags.paired, latency=flags.latency)
+@command()
+def main(argv: list[str] | None = None) -> None:
+    """Draw one schedule, or compare all."""
+    flags = parse(argv)
+    times = (flags.f, flags.b + (flags.f if flags.recompute else 0), flags.w)
+    if flags.all:
+        tell_json(*compared(times, flags.latency)) if flags.json else tell(report(times, flags.latency))
+        return
+    if flags.table:
+        schedule = from_file(flags.table, flags.stages or 0, flags.microbatches or 0, flags.chunks or 0,
+                             latency=flags.latency)
+    else:
+        stages, microbatches = (default if given is None else given
+                                for given, default in ((flags.stages, 4), (flags.microbatches, 8)))
+        chunks = flags.chunks or (2 if flags.schedule in ("interleaved", "zb_v") else 1)
+        schedule = make(flags.schedule, stages, microbatches, chunks, paired=flags.paired, latency=flags.latency)
+    if flags.json:
+        tell_json(facts(schedule, times))
+    else:  # the drawing has colours, which `tell` would write as escapes
         print(drawing.text(schedule, colour=sys.stdout.isatty()), summary(schedule, times), sep="\n\n")
-        if flags.output:
-            (drawing.write_png if flags.output.endswith(".png") else drawing.write_svg)(schedule, flags.output)
-        return 0
-    except UserError as mistake:
-        print(mistake, file=sys.stderr)
-        return 2
+    if flags.output:
+        (drawing.write_png if flags.output.endswith(".png") else drawing.write_svg)(schedule, flags.output)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -59,6 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", metavar="FILE",
                         help="write the drawing to this file: SVG, or PNG if it ends in .png")
     parser.add_argument("--all", action="store_true", help="compare all schedules instead")
+    add_json(parser, "print the numbers as a JSON object, with --all one for each schedule and size")
     flags = parser.parse_args(argv)
     for name in "fbw":
         if not 0 < getattr(flags, name) < float("inf"):

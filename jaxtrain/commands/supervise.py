@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until there is a reason to end; `distributed/exit_codes.py` explains the exit statuses."""
+    """Run until there is a reason to end; `base/exit_statuses.py` explains the exit statuses."""
     status = exit_codes.DONE
 
     @command(stopped="stopped at once; what was saved before is kept")

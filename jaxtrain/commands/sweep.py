@@ -8,21 +8,23 @@ The file defines which keys to search and how (docs/sweep.md). Each trial is a j
 `jaxtrain jobs list ROOT` shows. The same command resumes an interrupted sweep.
 """
 
+import argparse
 import json
 import os
 import time
 from pathlib import Path
 
-from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.commands.flags import add_json, command, parser_of, tell_json
 from jaxtrain.errors import UserError, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.launch.job_spec import ENGINES
-from jaxtrain.launch.sweep import sweep_budget
+from jaxtrain.launch.sweep import findings, sweep_budget
 from jaxtrain.launch.sweep.config_process import check_metric, values_of
-from jaxtrain.launch.sweep.sweep_file import CONFIG, check_form, read_content, shown, sweep_of
+from jaxtrain.launch.sweep.sweep_file import CONFIG, Sweep, check_form, read_content, shown, sweep_of
 from jaxtrain.launch.sweep.sweep_record import FORM, RECORD, alone, check_same, report
 from jaxtrain.launch.sweep.sweeper import Sweeper
+from jaxtrain.pages.plain_text import aligned
 from jaxtrain.redaction import redacted
 
 
@@ -35,6 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dry_run", action="store_true",
                         help="show the first trials and the maximum cost of the sweep, and stop")
     parser.add_argument("--report", action="store_true", help="show what was found so far, and write report.html")
+    add_json(parser, "print a JSON object for each point: its trials, keys, state and value")
     flags = parser.parse_args(argv)
     content = read_content(flags.sweep)
     check_form(content)
@@ -43,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     if flags.report:
         if begun is None:
             raise UserError("--report", f"{root} has no sweep", "begin it with --on=local")
-        report(sweep_of(begun["content"], begun["values"]), root)
+        _report(flags, sweep_of(begun["content"], begun["values"]), root)
         return
     if flags.on not in ENGINES[:4]:
         raise UserError("--on", f"{flags.on!r} runs no trials" if flags.on else "nothing says where trials run",
@@ -61,7 +64,11 @@ def main(argv: list[str] | None = None) -> None:
     sweeper.check()
     sweeper.warn()
     if flags.dry_run:
-        tell("\n".join([*map(shown, sweeper.first_points()), *sweep_budget.at_most(sweep)]))
+        points = sweeper.first_points()
+        if flags.json:
+            tell_json(*({"keys": point} for point in points))
+        else:
+            tell("\n".join([*map(shown, points), *sweep_budget.at_most(sweep)]))
         return
     with alone(root):
         if begun is None:
@@ -69,4 +76,13 @@ def main(argv: list[str] | None = None) -> None:
             atomic_files.write_json(root / RECORD, {"content": content, "values": values, "directory": os.getcwd(),
                                                     "began": sweeper.began})
         sweeper.run()
-    report(sweep, root)
+    _report(flags, sweep, root)
+
+
+def _report(flags: argparse.Namespace, sweep: Sweep, root: Path) -> None:
+    tried = report(sweep, root)
+    if flags.json:
+        tell_json(*findings.points(sweep, tried))
+    else:
+        head, rows = findings.rows(sweep, tried)
+        tell("\n".join(aligned([head, *rows])))

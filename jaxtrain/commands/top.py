@@ -12,8 +12,8 @@ Everything is read from the workdirs, so runs may be on other machines, or have 
 
 import contextlib
 
-from jaxtrain.commands.flags import command, parser_of
-from jaxtrain.runs.top import Watch, draw, frame
+from jaxtrain.commands.flags import add_json, command, parser_of, tell_json
+from jaxtrain.runs.top import Watch, draw, facts, frame
 
 
 @command()
@@ -22,8 +22,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = parser_of("top", __doc__)
     parser.add_argument("places", nargs="+", metavar="WORKDIR", help="workdir of a run, or a folder with workdirs")
     parser.add_argument("--once", action="store_true", help="print the current state once and exit")
+    add_json(parser, "print the current state once, as a JSON object for each run")
     flags = parser.parse_args(argv)
     watch = Watch(flags.places)
+    if flags.json:
+        tell_json(*map(facts, watch.runs.values()))
+        return
     from rich.console import Console
 
     console = Console()

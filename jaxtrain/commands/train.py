@@ -14,6 +14,7 @@ import json
 import os
 import sys
 
+from jaxtrain.base import exit_statuses
 from jaxtrain.commands.flags import (
     add_config,
     add_process_flags,
@@ -32,7 +33,7 @@ from jaxtrain.redaction import hide_in_tracebacks, redacted
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse flags, connect processes, load the config and train; `distributed/exit_codes.py` lists the exit statuses.
+    """Parse flags, connect processes, load the config and train; `base/exit_statuses.py` lists the exit statuses.
     """
     heartbeat.hold()
     hide_in_tracebacks()
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         say("stopped at once; what was saved before is kept")
         return exit_process(exit_codes.INTERRUPTED, stop)
     except Exception as error:
-        exit_process(1, error)  # returns in a single-process run
+        exit_process(exit_statuses.NO, error)  # returns in a single-process run
         raise
 
 

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.commands.flags import add_json, command, parser_of, tell_json
 from jaxtrain.config.hub_names import model_folder
 from jaxtrain.errors import UserError, say, tell_text
 
@@ -43,11 +43,13 @@ def main(argv: list[str] | None = None) -> None:
         found = stream(flags.workdir, flags.files, flags.step, **how)
     else:
         found = transcribe(flags.workdir, flags.files, flags.step, **how, batch_size=flags.batch_size or 8)
+    facts = [{"file": name, "text": text_of(segments), "segments": [asdict(one) for one in segments]}
+             for name, segments in found.items()]
     if flags.output:
-        Path(flags.output).write_text("".join(json.dumps({
-            "file": name, "text": text_of(segments), "segments": [asdict(one) for one in segments]}) + "\n"
-            for name, segments in found.items()))
-    elif not flags.stream:
+        Path(flags.output).write_text("".join(json.dumps(one) + "\n" for one in facts))
+    if flags.json:
+        tell_json(*facts)
+    elif not flags.output and not flags.stream:
         tell_text("\n".join(line for name, segments in found.items()
                             for line in _lines(name, segments, flags.timestamps)))
     if flags.references:
@@ -83,6 +85,7 @@ def _flags(argv: list[str] | None) -> Any:
     parser.add_argument("--references", action="store_true", help="compare with the .txt files beside the audio")
     parser.add_argument("--english", action="store_true",
                         help="with --references: normalize both texts by the rules for English")
+    add_json(parser, "print a JSON object for each file: file, text, segments")
     flags = parser.parse_args(argv)
     for key in ("beams", "batch_size"):
         if (value := getattr(flags, key)) is not None and value < 1:
@@ -91,6 +94,8 @@ def _flags(argv: list[str] | None) -> Any:
         raise UserError("--english", "it is read with --references only", "give that too, or leave it out")
     if flags.stream and flags.batch_size:
         raise UserError("--batch_size", "with --stream windows come one after the other", "leave it out")
+    if flags.json and flags.stream:
+        raise UserError("--json", "with --stream words are printed as they are heard", "leave one of them out")
     if flags.references and "-" in flags.files:
         raise UserError("--references", "standard input has no reference text", "name a file, or leave the flag out")
     flags.workdir = model_folder(flags.workdir)

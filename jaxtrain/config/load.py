@@ -20,12 +20,13 @@ from jaxtrain.errors import UserError, nearest
 
 
 def load_config(path: str | Path, overrides: JsonObject | None = None) -> Config:
-    """Read `path` (a config file, optionally with `:variant`) and apply overrides such as {"mesh.tensor": 2}.
+    """Read a config file, optionally with `:variant`, and apply overrides such as {"mesh.tensor": 2}.
 
-    The config.json of a run is a config file too. "hf:FOLDER" is the model of a folder in Hugging Face's format, with
+    In place of its path, a config that comes with jaxtrain has a name, such as "gpt" or "gpt:tiny". The config.json of
+    a run is a config file too. "hf:FOLDER" is the model of a folder in Hugging Face's format, with
     `train.init_from` set to its weights.
     """
-    arguments.is_path("--config", path, "give the path of a config such as configs/gpt.py")
+    arguments.is_path("--config", path, "give the name of a config such as gpt, or its path")
     return make_config(read_config(path), overrides)
 
 
@@ -39,9 +40,13 @@ def read_config(path: str | Path) -> JsonObject:
     file, _, variant = str(path).partition(".py:")
     file = Path(file if file.endswith((".py", ".json")) else file + ".py")
     if not file.is_file():
-        from jaxtrain.config.suggestions import missing_config
+        from jaxtrain.files import shipped_configs
 
-        raise missing_config(file, Path(path))
+        if (named := shipped_configs.found(str(path))) is None:
+            from jaxtrain.config.suggestions import missing_config
+
+            raise missing_config(str(path))
+        file, variant = named
     filled = _run(file, variant)
     if hasattr(filled, "to_dict"):
         filled = filled.to_dict()

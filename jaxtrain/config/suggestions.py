@@ -8,7 +8,7 @@ from jaxtrain.config import hub_names
 from jaxtrain.config.family import config_classes
 from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.files import bounded_files
+from jaxtrain.files import bounded_files, shipped_configs
 from jaxtrain.hf import hf_config
 from jaxtrain.synonyms import SYNONYMS
 
@@ -53,17 +53,24 @@ def _keys() -> list[str]:
     return whole + [f"model.{field.name}" for cls in config_classes().values() for field in fields(cls)]
 
 
-def missing_config(file: Path, path: Path) -> UserError:
+def missing_config(text: str) -> UserError:
     """Return the error about a config that is no file: a workdir, a published folder and a model's name are none."""
+    path, file = Path(text), Path(f"{text.partition('.py:')[0].removesuffix('.py')}.py")
     if path.suffix.lower() == ".gguf":
         return hub_names.in_gguf(path, "--config")
     if path.is_dir():
         return UserError("--config", f"{path} is a folder", _config_in(path))
-
-    fix = "give the path of a config such as configs/gpt.py"
-    if hub_names.is_name(f"{path}") and path.suffix not in (".py", ".json"):
+    if "/" not in text and path.suffix not in (".py", ".json") and ".py:" not in text:
+        name = text.partition(":")[0]
+        return UserError("--config", f"there is no config {name!r}",
+                         f"{nearest(name, shipped_configs.names())} (or give the path of a file)")
+    fix = "give the name of a config such as gpt, or its path"
+    if path.suffix != ".json" and file.stem in shipped_configs.names():
+        variant = text.partition(".py:")[2]
+        fix = f"write {file.stem}{variant and ':'}{variant} for the config of this name that comes with jaxtrain"
+    elif hub_names.is_name(text) and path.suffix not in (".py", ".json"):
         fix = f"give hf:{path} for a model on the Hugging Face Hub, or the path of a config such as configs/gpt.py"
-    return UserError("--config", f"there is no file {file}", fix)
+    return UserError("--config", f"there is no file {path if path.suffix == '.json' else file}", fix)
 
 
 def _config_in(folder: Path) -> str:

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data.corpus.corpus import Tokens
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
@@ -46,6 +47,22 @@ def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: 
         if tokens:
             lines.append("    " + " ".join(map(str, row["tokens"][start:stop])))
     return "\n".join(lines)
+
+
+def facts(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, froms: Sequence[str] = ()) -> JsonObject:
+    """Return what `show` renders, as scripts read it: a row, and each of its documents or parts."""
+    segments, weights = row["segments"], row["weights"]
+    edges = [0, *map(int, np.flatnonzero(np.diff(segments)) + 1), len(segments)]
+    parts = []
+    for start, stop in pairwise(edges):
+        if (segment := int(segments[start])) == 0:
+            continue
+        ids = row["tokens"][start:stop]
+        parts.append({"document": segment, "start": start, "stop": stop, "position": int(row["positions"][start]),
+                      "from": froms[segment - 1] if len(froms) >= segment else None, "text": tokenizer.decode(ids),
+                      "token_ids": ids.tolist(), "weights": weights[start:stop].tolist()})
+    return {"row": number, "tokens": len(segments), "trained_on": int((weights > 0).sum()),
+            "padding": int((segments == 0).sum()), "documents": parts}
 
 
 def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:

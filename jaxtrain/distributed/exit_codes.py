@@ -1,13 +1,8 @@
-"""Exit statuses, which tell a supervisor, Slurm, Kubernetes or a person what to do next."""
+"""The exit statuses of runs, which tell a supervisor, Slurm, Kubernetes or a person what to do next."""
 
 import signal
 
-DONE = 0  # the last step was reached, or the run stopped early by train.patience
-MISTAKE = 2  # a user error, which a restart would repeat
-SAVED = 75  # asked to stop by SIGTERM, and saved: restart (EX_TEMPFAIL of sysexits.h; Slurm's RequeueExit=75)
-RESTART = 76  # ended deliberately (hang, lost peer, rollback): restart
-STOPPED = 77  # a limit was reached: a person must look, since a restart would only repeat it
-INTERRUPTED = 130  # Ctrl-C; saved unless it came twice
+from jaxtrain.base.exit_statuses import DONE, INTERRUPTED, MISTAKE, RESTART, SAVED, STOPPED
 
 FINAL = (DONE, MISTAKE, STOPPED, INTERRUPTED)  # not to be restarted automatically
 _WORDS = {

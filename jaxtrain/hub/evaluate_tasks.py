@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.base.annotations import JsonMapping, JsonObject
+from jaxtrain.base.json_output import tell_json
 from jaxtrain.errors import UserError, install_extra, say, tell
 from jaxtrain.files.bounded_files import user_json
 
@@ -49,6 +50,7 @@ class Settings:
     adapters: dict[str, str] | None = None
     output: str | None = None
     log_samples: bool = False
+    json: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,10 @@ def _tell(settings: Settings, results: JsonObject, record: JsonObject, step: int
 
     from jaxtrain.files import atomic_files
 
-    tell((f"{adapter}:\n" if adapter else "") + make_table(results))
+    if settings.json:
+        tell_json(record)
+    else:
+        tell((f"{adapter}:\n" if adapter else "") + make_table(results))
     path = _results_path(settings, step, adapter)
     if path is None:
         return

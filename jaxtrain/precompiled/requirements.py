@@ -13,6 +13,7 @@ import jax
 
 from jaxtrain import compile_cache
 from jaxtrain.base.annotations import JsonMapping, JsonObject
+from jaxtrain.files import shipped_configs
 from jaxtrain.observe.versions import version_of
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Run, identity
@@ -118,7 +119,7 @@ def _installed(kind: str) -> list[str]:
 
 def _code() -> str:
     """Return the sha256 of jaxtrain's own source: a commit says nothing of what was edited since."""
-    return _hash_of(Path(__file__).parents[1])
+    return _hash_of(Path(__file__).parents[1], without=shipped_configs.folder())  # which only a wheel has inside
 
 
 def _plug_ins() -> dict[str, str]:
@@ -132,9 +133,11 @@ def _plug_ins() -> dict[str, str]:
                                 f"{spec.origin}")) for name, spec in found.items() if spec}
 
 
-def _hash_of(root: Path) -> str:
-    """Return the sha256 of a module's source, or of all in a package."""
+def _hash_of(root: Path, without: Path | None = None) -> str:
+    """Return the sha256 of a module's source, or of all in a package but what is in the folder `without`."""
     found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+        if without and path.is_relative_to(without):
+            continue
         found.update(f"{path.relative_to(root).as_posix()}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()

@@ -20,7 +20,7 @@ from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config.schema import AXES, hash_of
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
-from jaxtrain.files import atomic_files, bounded_files
+from jaxtrain.files import atomic_files, bounded_files, shipped_configs
 from jaxtrain.observe.own_parts import describe, describe_optimizer
 from jaxtrain.observe.versions import version_of
 from jaxtrain.run import Run, identity
@@ -179,7 +179,8 @@ def _code_hash(parts: Sequence[object]) -> str:
     """Return the hash of jaxtrain's code, and of the modules that hold these parts and what they import of the user's.
     """
     root = Path(__file__).parents[1]
-    files = {path for path in root.rglob("*.py") if "__pycache__" not in path.parts}
+    files = {path for path in root.rglob("*.py") if "__pycache__" not in path.parts
+             and not path.is_relative_to(shipped_configs.folder())}  # which only a wheel has in the package
     contents = sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
     own = sorted(hashlib.sha256(text.encode()).hexdigest() for text in _own_sources(parts))
     return hashlib.sha256("\n".join([*contents, "", *own]).encode()).hexdigest()[:16]

@@ -256,7 +256,7 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
     run = {
         **(known or {}),
         "config_hash": hash_of(written),
-        "git_commit": (commit or git_commit)(),
+        "git_commit": (commit or git_commit)(), "jaxtrain": version_of("jaxtrain"),
         "packages": {name: version_of(package) for name, package in PACKAGES.items()},
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -1,6 +1,7 @@
 """Tell all that is known of a run, and in what runs differ."""
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -16,6 +17,34 @@ from jaxtrain.pages.plain_text import age, in_bytes
 from jaxtrain.runs import tags
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.runs.run_index import AtHand, Summary, at_hand, hourly, summary
+
+_RECORDED = ("mesh", "device_kind", "process_count", "packages", "python", "platform", "data_manifests")  # by run.json
+
+
+def described(workdir: str) -> JsonObject:
+    """Return what is known of a run, as scripts read it."""
+    with at_hand(workdir) as here:
+        run, brief = _read(workdir, here)
+        good = [step for step in run.checkpoints if verify.good(run.workdir / "checkpoints", step)]
+        account = run.account
+        return {**dataclasses.asdict(brief), "workdir": workdir, "state": run.state(), **numbers(run),
+                "starts": len(account.incarnations) if account else 0, "failures": account.failures if account else 0,
+                "seconds_left": account.left if account else None, "tags": [*tags.of(here.folder)],
+                "checkpoints": [{"step": step, "verified": step in good} for step in run.checkpoints],
+                **{key: run.run.get(key) for key in _RECORDED}, "events": [*run.events[-5:]]}
+
+
+def compared(workdirs: Sequence[str]) -> list[JsonObject]:
+    """Return the figures of each run, and the keys in which their configs differ, as scripts read them."""
+    with contextlib.ExitStack() as opened:
+        runs = [_read(workdir, opened.enter_context(at_hand(workdir)))[0] for workdir in workdirs]
+        configs = [_flat(run.config) for run in runs]
+        keys = [key for key in dict.fromkeys(key for config in configs for key in config)
+                if len({json.dumps(config.get(key, ...), default=str) for config in configs}) > 1]
+        return [{"workdir": workdir, "state": run.state(), "step": run.step, "last_step": run.last_step,
+                 **numbers(run), "commit": run.run.get("git_commit"),
+                 "config": {key: config[key] for key in keys if key in config}}
+                for workdir, run, config in zip(workdirs, runs, configs, strict=True)]
 
 
 def facts(workdir: str) -> dict[str, str]:
@@ -72,31 +101,52 @@ def _read(workdir: str, here: AtHand) -> tuple[RecordedRun, Summary]:
     return RecordedRun(here.folder), brief
 
 
-def _figures(run: RecordedRun) -> dict[str, str]:
-    """Return losses, tokens, throughput, goodput and cost, each as words; "": not known."""
+def numbers(run: RecordedRun) -> JsonObject:
+    """Return losses, tokens, throughput, goodput and cost of a run; None: not known."""
     account, rate = run.account, hourly(run)
-    mfu = run.steps["mfu"][~np.isnan(run.steps["mfu"])]
-    unit = next((unit for unit in ("tokens", "examples") if f"{unit}_per_s" in run.steps), "tokens")
-    counted, speed = run.steps[unit], run.steps[f"{unit}_per_s"]
-    speed = speed[~np.isnan(speed)]
+    unit = _unit(run)
+    counted = run.steps[unit]
     return {
         **_losses("loss", run.steps), **_losses("eval_loss", run.evaluations),
-        unit: f"{int(counted[-1]):,}" if len(counted) and np.isfinite(counted[-1]) else "",
-        f"{unit}/s": f"{np.median(speed):,.0f} (median)" if len(speed) else "",
-        "mfu": f"{np.median(mfu):.1%} (median)" if len(mfu) else "",
-        "goodput": f"{account.goodput:.1%}" if account else "",
-        "time": duration(account.lived) if account else "",
-        "cost": f"${rate * account.lived / 3600:,.2f} at ${rate:,.2f} an hour" if account and rate else ""}
+        unit: int(counted[-1]) if len(counted) and np.isfinite(counted[-1]) else None,
+        f"{unit}_per_s": _median(run.steps[f"{unit}_per_s"]), "mfu": _median(run.steps["mfu"]),
+        "goodput": account.goodput if account else None, "seconds": account.lived if account else None,
+        "dollars": rate * account.lived / 3600 if account and rate else None, "dollars_per_hour": rate or None}
 
 
-def _losses(key: str, lines: Any) -> dict[str, str]:
+def _unit(run: RecordedRun) -> str:
+    return next((unit for unit in ("tokens", "examples") if f"{unit}_per_s" in run.steps), "tokens")
+
+
+def _median(values: np.ndarray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if len(known) else None
+
+
+def _losses(key: str, lines: Any) -> JsonObject:
     """Return the last value of a key and its lowest one, with their steps."""
     values, steps = lines[key], lines["step"]
     if not len(values) or np.isnan(values).all():
         return {}
     last, best = np.flatnonzero(~np.isnan(values))[-1], int(np.nanargmin(values))
-    return {f"last {key}": f"{values[last]:.4f} at step {steps[last]:.0f}",
-            f"best {key}": f"{values[best]:.4f} at step {steps[best]:.0f}"}
+    return {f"last_{key}": float(values[last]), f"last_{key}_step": int(steps[last]),
+            f"best_{key}": float(values[best]), f"best_{key}_step": int(steps[best])}
+
+
+def _figures(run: RecordedRun) -> dict[str, str]:
+    """Return these numbers as words; "": not known."""
+    found, unit = numbers(run), _unit(run)
+
+    def words(key: str, text: str) -> str:
+        return "" if found[key] is None else text.format(found[key])
+
+    return {
+        **{f"{which} {key}": f"{found[f'{which}_{key}']:.4f} at step {found[f'{which}_{key}_step']}"
+           for key in ("loss", "eval_loss") for which in ("last", "best") if f"{which}_{key}" in found},
+        unit: words(unit, "{:,}"), f"{unit}/s": words(f"{unit}_per_s", "{:,.0f} (median)"),
+        "mfu": words("mfu", "{:.1%} (median)"), "goodput": words("goodput", "{:.1%}"),
+        "time": duration(found["seconds"]) if found["seconds"] is not None else "",
+        "cost": f"${found['dollars']:,.2f} at ${found['dollars_per_hour']:,.2f} an hour" if found["dollars"] else ""}
 
 
 def _event(event: JsonObject) -> str:

@@ -26,7 +26,8 @@ from jaxtrain.runs.run_index import TAIL
 
 Row = tuple[str, str, str, str]  # what, then, here, what to do
 _DIRTY = "-dirty"
-_FORM = {"config_hash": str, "git_commit?": str | None, "packages": {str: str | None}, "python": str, "platform": str,
+_FORM = {"config_hash": str, "git_commit?": str | None, "jaxtrain?": str | None,
+         "packages": {str: str | None}, "python": str, "platform": str,
          "mesh": {str: int}, "device_kind": str, "process_count": int, "data_manifests?": {str: str},
          "own_parts?": dict, "config_changes?": [{"step": int, "key": str}], "data_changes?": [
              {"step": int, "key": str}], "adopted?": [(str, int)], "init_from?": dict}
@@ -71,7 +72,11 @@ def compared(workdir: str | Path, with_data: bool = True) -> Found:
 # -------------------------------------------------------------------------------------------------- what is different
 def _code(found: Found) -> Iterator[Row]:
     then, here = found.run.run.get("git_commit") or "", git_commit() or ""
-    if not then:
+    release = found.run.run.get("jaxtrain") or "dev"
+    if not then and "dev" not in release:  # installed from a wheel, whose version says what it is
+        if release != version_of("jaxtrain"):
+            yield "jaxtrain", release, version_of("jaxtrain") or "none", f"pip install jaxtrain=={release}"
+    elif not then:
         yield "commit", "not recorded", here, "it ran from a copy: set JAXTRAIN_COMMIT in its image the next time"
     elif then.endswith(_DIRTY):
         yield "commit", then, here, f"check it out and apply {found.patch}" if found.patch else (
@@ -149,6 +154,8 @@ def commands(found: Found, into: str | None = None, checkout: str | None = None)
         checkout: the folder of a git worktree to make of its commit.
     """
     root, lines = Path(__file__).parents[2], []
+    if not (root / ".git").exists():  # installed, so that the user's checkout is somewhere else
+        root = Path("CHECKOUT")
     needed = found.commit and found.run.run.get("git_commit") != git_commit()
     beside = root.with_name(f"{root.name}-{found.commit[:8]}")
     where = Path(checkout or beside).absolute() if checkout or needed else None

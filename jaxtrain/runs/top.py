@@ -100,6 +100,20 @@ def frame(watch: Watch, width: int, height: int, now: float | None = None) -> An
     return _one(runs[0], width, height, now) if len(runs) == 1 else _table(runs, width, height, now)
 
 
+def facts(one: Watched) -> JsonObject:
+    """Return what is known of a run now: its state, and the newest lines of its metrics as they were written."""
+    run = one.run
+    if run is None or one.problem:
+        return {"workdir": f"{one.workdir}", "state": "damaged", "problem": one.problem}
+    account = run.account
+    return {"workdir": f"{one.workdir}", "state": run.state(time.time()), "problem": "",
+            "step": max(run.step, account.step if account else 0), "last_step": run.last_step,
+            "metrics": {**run.steps.last}, "evaluation": {**run.evaluations.last},
+            "goodput": account.goodput if account else None, "seconds": account.lived if account else None,
+            "starts": len(account.incarnations) if account else 0, "checkpoints": [*run.checkpoints],
+            "processes": len(one.beats), "last_event": run.events[-1] if run.events else None}
+
+
 def reading(one: Watched, now: float) -> Reading:
     """Return what a panel shows of a run."""
     run = one.run

@@ -28,6 +28,7 @@ from jaxtrain.data.tracing.stretches import Stretch
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import LARGE, user_json
+from jaxtrain.files.shipped_configs import is_named
 from jaxtrain.run.runinfo import OtherRun, changes_of
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.runs.run_index import TAIL
@@ -172,7 +173,8 @@ def open_traced(where: str, overrides: JsonObject | None = None, done: int | Non
     """
     if (Path(where) / "config.json").is_file():
         return _recorded(Path(where), overrides or {}, done)
-    if where.startswith("hf:") or where.partition(".py:")[0].endswith((".py", ".json")) or ".py:" in where:
+    if where.startswith("hf:") or where.partition(".py:")[0].endswith((".py", ".json")) or ".py:" in where or (
+            is_named(where) and not Path(where).exists()):
         return _planned(load_config(where, overrides))
     if overrides:
         raise UserError(f"--config.{next(iter(overrides))}", f"{where} is a corpus, which has no config",

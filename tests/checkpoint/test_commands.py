@@ -74,7 +74,7 @@ def test_verify_tells_how_far_it_is(made, monkeypatch):
     """The bytes read add up to the bytes there are to read; the line is for people, on stderr."""
     counted = []
     monkeypatch.setattr(Work, "add", lambda work, amount: counted.append((work.total, amount)))
-    assert all(good for _, good in commands.verified(made, [10]))
+    assert all(one.good for one in commands.verified(made, [10]))
     assert {total for total, _ in counted} == {sum(amount for _, amount in counted)} and len(counted) > 3
 
 

@@ -4,10 +4,13 @@ import argparse
 import contextlib
 import importlib
 import io
+import re
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
+import jaxtrain.commands
 from jaxtrain.commands import COMMANDS
 from jaxtrain.commands.flags import RENAMED, Parser
 from jaxtrain.errors import UserError
@@ -45,12 +48,26 @@ FIRST = {  # what a command is about comes first
     "WORKDIR STEP [WORKDIR2] STEP": "checkpoint-diff",
     "MODEL": "merge adapters-merge quantize", "CORPUS": "publish croissant", "ROOT": "runs-list runs-gc jobs-list",
     "SWEEP": "sweep", "FOLDER": "adapters-list serve_training serve_sampler", "STORE": "adapters-add",
-    "CORPUS_OR_RUN": "data-trace", "RUN_A": "bisect",
+    "CORPUS_OR_RUN": "data-trace", "RUN_A": "bisect", "NAME": "configs runs-schema",
     "": "supervise simulate prepare train_tokenizer dashboards calibrate schedules doctor diloco-keys diloco-serve "
         "prepare_sequences-audio prepare_sequences-events prepare_sequences-images",
 }
-READ_BY_SCRIPTS = ("runs-list runs-show runs-compare runs-gc checkpoint-list goodput adapters-list jobs-list jobs-show "
-                   "plan scaling coordinates doctor generate prove bisect data-trace simulate")
+# All others print what scripts read as JSON objects, by --json.
+NO_TABLE = {
+    "train": "its figures are lines of metrics.jsonl and events.jsonl",
+    "supervise": "its decisions are lines of events.jsonl",
+    "launch": "one sentence with the job, or the files that would be submitted; jobs show --json describes the job",
+    "jobs-logs": "what the job printed", "jobs-why": "what the engine says, as text",
+    "jobs-pause": "one sentence", "jobs-resume": "one sentence", "jobs-cancel": "one sentence",
+    "jobs-requeue": "one sentence",
+    "serve_training": "the address", "serve_sampler": "the address", "diloco-serve": "its log is journal.jsonl",
+    "diloco-keys": "names of files", "dashboards": "names of files", "croissant": "the name of a JSON file",
+    "runs-schema": "a JSON Schema in any case", "report": "the name of a page",
+    "train_tokenizer": "one sentence", "publish": "one sentence",
+    "export": "one sentence; export.json in the folder has the facts", "merge": "one sentence",
+    "quantize": "one sentence", "adapters-add": "one sentence; adapters list --json has it", "adapters-merge":
+    "one sentence", "adapters-export": "one sentence", "checkpoint-restore-to": "one sentence",
+}
 REHEARSED = ("export merge publish prepare launch sweep calibrate runs-gc checkpoint-restore-to "
              "prepare_sequences-audio prepare_sequences-events prepare_sequences-images")
 REPLACING = "compile export merge quantize adapters-export adapters-merge train_tokenizer"
@@ -104,10 +121,23 @@ def test_what_a_command_is_about_comes_first(parsers):
     assert found == {what: set(commands.split()) for what, commands in FIRST.items()}
 
 
-@pytest.mark.parametrize(("flag", "commands"), {
-    "json": READ_BY_SCRIPTS, "dry_run": REHEARSED, "overwrite": REPLACING}.items())
-def test_what_reports_and_what_writes_can_be_asked(parsers, flag, commands):
+@pytest.mark.parametrize(("flag", "commands"), {"dry_run": REHEARSED, "overwrite": REPLACING}.items())
+def test_what_writes_can_be_asked(parsers, flag, commands):
     assert {name for name, parser in parsers.items() if flag in flags_of(parser)} == set(commands.split())
+
+
+def test_what_prints_a_table_prints_json_too(parsers):
+    having = {name for name, parser in parsers.items() if "json" in flags_of(parser)}
+    assert parsers.keys() - having == NO_TABLE.keys(), "add --json (flags.add_json), or say here why there is no table"
+    switches = {name for name in having if flags_of(parsers[name])["json"].nargs == 0}
+    assert switches == having
+
+
+def test_json_is_printed_by_one_function():
+    """It has full precision, is whole and valid, and nothing else is printed with it."""
+    found = [path.stem for path in Path(jaxtrain.commands.__file__).parent.glob("*.py")
+             if re.search(r"(?:print|tell)\(json\.dumps", path.read_text())]
+    assert sorted(found) == ["runs", "train"], "--print_config and a schema are JSON in any case"
 
 
 def test_names_of_before_are_answered_with_those_of_now(parsers):

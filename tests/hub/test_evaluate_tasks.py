@@ -171,7 +171,9 @@ def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, 
     first, newest = folder / "10.json", folder / "20.json"
     seen, kept = first.stat().st_mtime_ns, json.loads(newest.read_text())
     newest.write_text(json.dumps(kept | {"parameters": "others"}))  # the run has come to this step again
-    assert evaluate_command.main([*words, "--tasks=choose"]) == 0
+    capsys.readouterr()
+    assert evaluate_command.main([*words, "--tasks=choose", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(newest.read_text()), "of the step that is done again"
     assert seen == first.stat().st_mtime_ns, "done again"
     assert json.loads(newest.read_text())["parameters"] == kept["parameters"], "of a checkpoint that is gone"
     told = [{"step": step, "eval_choose_acc": json.loads((folder / f"{step}.json").read_text())["results"]["choose"][

@@ -47,7 +47,8 @@ def test_nothing_is_different(recorded, capsys):
 
 @pytest.mark.parametrize(("changed", "row", "words"), [
     ({"git_commit": "b" * 40}, "commit", "check it out"),
-    ({"git_commit": None}, "commit", "JAXTRAIN_COMMIT"),
+    ({"git_commit": None, "jaxtrain": "0.1.0.dev3"}, "commit", "JAXTRAIN_COMMIT"),
+    ({"git_commit": None, "jaxtrain": "0.0.9"}, "jaxtrain", "pip install jaxtrain==0.0.9"),
     ({"git_commit": "a" * 40 + "-dirty"}, "commit", "its edits were not kept"),
     ({"packages": {"jax": "0.0.1"}}, "jax", "install that version"),
     ({"python": "2.7"}, "python", "use that Python"),

@@ -117,10 +117,12 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert main(["compare", f"{one}"]) == 2
     assert main(["show", f"{one}"]) == 0 and "100 (median)" in capsys.readouterr().out
     assert main(["show", f"{one}", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens/s"] == "100 (median)"
+    said = json.loads(capsys.readouterr().out)
+    assert (said["tokens_per_s"], said["best_loss"], said["best_loss_step"], said["goodput"]) == (100.0, 1.0, 4, 0.9)
     assert main(["compare", f"{one}", f"{two}", "--json"]) == 0
-    rows = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert rows["state"][f"{one}"] == rows["state"][f"{two}"] == "finished"
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["workdir"], one["state"], one["best_loss"], one["config"]["train.seed"]) for one in found] == [
+        (f"{one}", "finished", 1.0, 0), (f"{two}", "finished", 0.5, 1)] and "train.steps" not in found[0]["config"]
     assert main(["show", f"{tmp_path}"]) == 2 and "has no config.json" in capsys.readouterr().err
 
 

@@ -17,8 +17,9 @@ from jaxtrain.data.prepare.tasks import ALIKE, Options, Task, chat_of, key_of, o
 EXAMPLES, WIDTH = 3, 100  # examples per step; characters per example
 
 
-def dry_run(tasks: Sequence[Task], options: Options, sample: int = 0) -> str:
-    """Return a report on `sample` documents, the first ones of tasks across the input; 0: on all documents."""
+def rehearsed(tasks: Sequence[Task], options: Options, sample: int = 0) -> JsonObject:
+    """Return what would become of `sample` documents, the first ones of tasks across the input; 0: of all documents.
+    """
     examples: list[list[str]] = [[] for _ in options.steps]
 
     def watch(step: int, before: Text, after: Text | str) -> None:
@@ -41,12 +42,18 @@ def dry_run(tasks: Sequence[Task], options: Options, sample: int = 0) -> str:
                 signatures += signature(clean, options)
         counts.append(steps.counts)
         left_out.append(unusable)
-    lines = [f"{count:,} dropped: {reason}" for reason, count in added(left_out).items()]
-    for row, some in zip(summed(counts), examples, strict=True):
-        lines += [_title(row), *(f"    {count:,} {reason}" for reason, count in row["removed"].items()),
-                  *(f"  {example}" for example in some)]
+    rows = [{**row, "examples": some} for row, some in zip(summed(counts), examples, strict=True)]
     if options.deduplicate:
-        lines += _duplicates(options, names, heads, bytes(keys), bytes(signatures))
+        rows.append(_duplicates(options, names, heads, bytes(keys), bytes(signatures)))
+    return {"left_out": added(left_out), "steps": rows}
+
+
+def dry_run(found: JsonObject) -> str:
+    """Return the report on what `rehearsed` found."""
+    lines = [f"{count:,} dropped: {reason}" for reason, count in found["left_out"].items()]
+    for row in found["steps"]:
+        lines += [_title(row), *(f"    {count:,} {reason}" for reason, count in row["removed"].items()),
+                  *(f"  {example}" for example in row["examples"])]
     return "\n".join([*lines, "nothing was written"])
 
 
@@ -60,7 +67,7 @@ def _shares(tasks: Sequence[Task], sample: int) -> Iterator[tuple[Task, int | No
         yield tasks[number], sample * (i + 1) // len(chosen) - sample * i // len(chosen)
 
 
-def _duplicates(options: Options, names: list[str], heads: list[str], keys: bytes, signatures: bytes) -> list[str]:
+def _duplicates(options: Options, names: list[str], heads: list[str], keys: bytes, signatures: bytes) -> JsonObject:
     def columns(which: np.ndarray):
         bands, marks = options.near.columns(signatures)
         return lambda band: bands[band][which], lambda some: marks[which[some]]
@@ -75,10 +82,10 @@ def _duplicates(options: Options, names: list[str], heads: list[str], keys: byte
         return different[first[np.searchsorted(different, number)]]
 
     removed = {reason: int((verdicts == i).sum()) for i, reason in enumerate(ALIKE) if i and (verdicts == i).any()}
-    row = {"step": f"deduplicate={options.deduplicate}", "seen": len(table), "changed": 0, "removed": removed}
-    examples = [f"  {names[i]} is like {names[like(i)]}: {heads[i]}" for verdict in (1, 2)
+    examples = [f"{names[i]} is like {names[like(i)]}: {heads[i]}" for verdict in (1, 2)
                 for i in np.flatnonzero(verdicts == verdict)[:EXAMPLES]]
-    return [_title(row), *(f"    {count:,} {reason}" for reason, count in removed.items()), *examples]
+    return {"step": f"deduplicate={options.deduplicate}", "seen": len(table), "changed": 0, "removed": removed,
+            "examples": examples}
 
 
 def _title(row: JsonObject) -> str:

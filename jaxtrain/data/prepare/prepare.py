@@ -245,6 +245,15 @@ def totals(corpus: Corpus, seconds: float) -> str:
     return "total: {:,} documents, {:,} tokens, {:,} bytes in {:,.1f} s".format(*counts, seconds)
 
 
+def counted(corpus: Corpus) -> JsonObject:
+    """Return the corpus's counts, as scripts read them."""
+    manifest = read_manifest(corpus.path)
+    return {"path": f"{corpus.path}", "tokenizer": corpus.tokenizer.name, "vocab_size": corpus.tokenizer.vocab_size,
+            "splits": {split: {key: getattr(getattr(corpus, split), f"num_{key}")
+                               for key in ("documents", "tokens", "bytes")} for split in SPLITS},
+            "left_out": manifest["left_out"], "steps": [*manifest.get("steps", ())]}
+
+
 def summary(corpus: Corpus) -> str:
     """Return the corpus's counts and its histogram of document lengths as text."""
     lines = [f"{corpus.path}: tokenizer {corpus.tokenizer.name}, {corpus.tokenizer.vocab_size:,} ids"]

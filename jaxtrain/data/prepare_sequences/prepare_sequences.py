@@ -1,8 +1,10 @@
 """Make a corpus of sequences in tasks; each task has a ledger, and the manifest is written last."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.cleaning.cleaning_steps import added
@@ -121,6 +123,16 @@ def make_shard(number: int, task: Task, output: str | Path, source: Source, plan
     return number
 
 
+def counted(corpus: SequenceCorpus) -> JsonObject:
+    """Return the corpus's counts, as scripts read them."""
+    counts = {split: getattr(corpus, split).counts() for split in SPLITS}
+    return {"path": f"{corpus.path}", "splits": {split: {"sequences": len(lengths), "steps": int(lengths.sum())}
+                                                 for split, lengths in counts.items()},
+            "left_out": corpus.manifest["left_out"],
+            "buckets": [{"lengths": [*map(int, buckets)], "padding": float(bucketing.padding(counts["train"], buckets))}
+                        for buckets in _buckets(counts["train"])]}
+
+
 def summary(corpus: SequenceCorpus) -> str:
     """Return the corpus's counts, and bucket lengths that suit it, as text."""
     columns = ", ".join(f"{name} {column.dtype[1:]}{list(column.shape) or ''} per {column.per}".replace("per own", "")
@@ -131,7 +143,11 @@ def summary(corpus: SequenceCorpus) -> str:
         lines.append(f"{split:<6}{len(lengths):>14,} sequences {lengths.sum():>18,} steps")
     lines += [f"dropped: {count:,} ({reason})" for reason, count in corpus.manifest["left_out"].items()]
     lengths = corpus.train.counts()
-    # Where few lengths occur, all of them need fewer buckets than are asked for.
-    for buckets in dict.fromkeys(bucketing.choose(lengths, count) for count in (1, 4, 8) if len(lengths)):
+    for buckets in _buckets(lengths):
         lines.append(f"buckets {' '.join(map(str, buckets))}: {bucketing.padding(lengths, buckets):.1%} padding")
     return "\n".join(lines)
+
+
+def _buckets(lengths: np.ndarray) -> Iterable[tuple[int, ...]]:
+    """Return lengths of buckets that suit sequences; where few lengths occur, fewer than are asked for."""
+    return dict.fromkeys(bucketing.choose(lengths, count) for count in (1, 4, 8) if len(lengths))

@@ -5,6 +5,7 @@ import threading
 import time
 from pathlib import Path
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.diloco.coordinator import Coordinator, Policy
 from jaxtrain.diloco.folder_meeting import Bridge
 from jaxtrain.diloco.network import certificates
@@ -14,6 +15,7 @@ from jaxtrain.errors import UserError, say
 from jaxtrain.pages.plain_text import age, aligned
 
 _TICK_S = 0.1
+_COUNTED = "entries", "steps", "tokens", "refused"  # of each island
 
 
 def serve(folder: str, policy: Policy, address: str | None = None, keys: str | None = None, store: str | None = None,
@@ -63,20 +65,28 @@ def _carry(log: OuterLog, store: str, every: float, largest: int) -> None:
         time.sleep(every)
 
 
-def status(folder: str) -> str:
-    """Return the state of the log in a folder as text."""
+def status(folder: str) -> JsonObject:
+    """Return the state of the log in a folder."""
     path = Path(folder) / "journal.jsonl"
     if not path.exists():
         raise UserError("WORKDIR", f"{folder} has no log of islands", "give the --workdir of diloco serve")
     records, _ = read_journal(path)
     log = Coordinator(Policy(), records)
     times = [record["time"] for record in records if "entry" in record]
-    lines = [f"{log.position} entries" + (f", the last {age(time.time() - times[-1])} ago" if times else "")]
-    if log.open:
-        lines.append(f"open: entry {log.position + 1}, with offers of islands {', '.join(map(str, sorted(log.open)))}")
-    rows = [(f"{island}", f"{log.counts[island, 'entries']}", f"{log.counts[island, 'steps']:,}",
-             f"{log.counts[island, 'tokens']:,}", f"{log.counts[island, 'refused']}",
-             f"{log.newest[island]}{' (left)' if island in log.left else ''}") for island in sorted(log.newest)]
+    return {"entries": log.position, "last_time": times[-1] if times else None, "open": sorted(log.open),
+            "islands": [{"island": island, **{key: log.counts[island, key] for key in _COUNTED},
+                         "last_entry": log.newest[island], "left": island in log.left}
+                        for island in sorted(log.newest)]}
+
+
+def shown(found: JsonObject) -> str:
+    """Return the state of a log as text."""
+    last = found["last_time"]
+    lines = [f"{found['entries']} entries" + (f", the last {age(time.time() - last)} ago" if last is not None else "")]
+    if found["open"]:
+        lines.append(f"open: entry {found['entries'] + 1}, with offers of islands {', '.join(map(str, found['open']))}")
+    rows = [(f"{one['island']}", f"{one['entries']}", f"{one['steps']:,}", f"{one['tokens']:,}", f"{one['refused']}",
+             f"{one['last_entry']}{' (left)' if one['left'] else ''}") for one in found["islands"]]
     if rows:
         lines += aligned([("island", "entries", "steps", "tokens", "refused", "last entry"), *rows])
     return "\n".join(lines)

@@ -1,9 +1,10 @@
 """The results of a sweep: its points from best to worst, and how much each key matters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.launch.sweep import optuna_points
 from jaxtrain.launch.sweep.search_space import Range
@@ -31,6 +32,17 @@ def value_of(point: Tried) -> float | None:
     values = [value for trial in point.trials if (
         value := trial.ended["value"] if trial.ended else trial.curve.at(trial.curve.steps)) is not None]
     return point.value if point.state == "complete" else mean(values) if values else None
+
+
+def points(sweep: Sweep, tried: Sequence[Tried]) -> Iterator[JsonObject]:
+    """Yield the points from the best to the worst, as scripts read them."""
+    for point in ranked(sweep, tried):
+        ended = [trial.ended["value"] for trial in point.trials if trial.ended]
+        yield {"trials": [trial.number for trial in point.trials], "state": point.state or "runs", "keys": point.keys,
+               "metric": sweep.metric, "value": value_of(point),
+               "deviation": stdev(ended) if point.state == "complete" and len(ended) > 1 else None,
+               "steps": max(trial.curve.steps for trial in point.trials), "tokens": _sum(point, "tokens"),
+               "seconds": _sum(point, "seconds"), "dollars": _sum(point, "dollars") or None}
 
 
 def rows(sweep: Sweep, tried: Sequence[Tried]) -> tuple[list[str], list[list[str]]]:

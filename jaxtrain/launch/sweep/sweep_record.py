@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.distributed.run_lock import locked
-from jaxtrain.errors import UserError, say, tell
+from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files
-from jaxtrain.launch.sweep import findings, sweep_page
+from jaxtrain.launch.sweep import sweep_page
 from jaxtrain.launch.sweep.sweep_file import Sweep
-from jaxtrain.launch.sweep.trials import RESULTS, points_of, read
-from jaxtrain.pages.plain_text import aligned
+from jaxtrain.launch.sweep.trials import RESULTS, Tried, points_of, read
 
 RECORD = "sweep.json"
 FORM = {"content": dict, "values": dict, "directory": str, "began": float}
@@ -44,11 +43,9 @@ def alone(root: Path) -> Iterator[None]:
         yield
 
 
-def report(sweep: Sweep, root: Path) -> None:
-    """Print the points from the best to the worst, and write report.html."""
+def report(sweep: Sweep, root: Path) -> list[Tried]:
+    """Write report.html, say where it is, and return the points that were tried."""
     tried = points_of(read(sweep, root), sweep.runs)
     atomic_files.write(root / "report.html", sweep_page.page(sweep, tried))
-    head, rows = findings.rows(sweep, tried)
-    for row in aligned([head, *rows]):
-        tell(row)
     say(f"{root / RESULTS} has a line for each trial, {root / 'report.html'} the curves")
+    return tried

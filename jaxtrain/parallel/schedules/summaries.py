@@ -1,11 +1,32 @@
 """A schedule's length, bubble and memory as text, and a table that compares all schedules."""
 
+from collections.abc import Iterator
+
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.parallel.schedules.making import make
 from jaxtrain.parallel.schedules.schedule import Schedule
 from jaxtrain.parallel.schedules.slots import table
 from jaxtrain.parallel.schedules.times import efficiency, free_running_time, ideal_time, modelled_time
 
 Times = tuple[float, float, float]
+_SIZES = [(p, m) for p in (4, 8) for m in (8, 32)]  # stages and micro-batches that `report` compares
+_KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]  # with their chunks
+
+
+def facts(schedule: Schedule, times: Times) -> JsonObject:
+    """Return length, bubble, memory and times, as scripts read them; lists have a number for each stage."""
+    stages, slots = range(schedule.stages), table(schedule)
+    return {"schedule": schedule.name, "stages": schedule.stages, "microbatches": schedule.microbatches,
+            "chunks": schedule.chunks, "latency": schedule.latency, "ticks": schedule.length,
+            "bubble": schedule.bubble_fraction, "idle": [*map(schedule.idle, stages)],
+            "idle_in_use": [*map(schedule.bubble, stages)], "inputs_held": [*map(schedule.in_flight, stages)],
+            "activations": slots.activations, "gradients": slots.gradients, "waiting_for_w": slots.weight_slots,
+            **_busy(schedule, times), "time": modelled_time(schedule, *times), "ideal": ideal_time(schedule, *times)}
+
+
+def _busy(schedule: Schedule, times: Times) -> dict[str, float]:
+    """Return the share of time in which a stage works: in lockstep, and with each stage as fast as it can."""
+    return {"busy": efficiency(schedule, *times), "busy_free_running": _free(schedule, times)}
 
 
 def summary(schedule: Schedule, times: Times) -> str:
@@ -35,17 +56,24 @@ def _free(schedule: Schedule, times: Times) -> float:
     return ideal_time(schedule, *times) / free_running_time(schedule, *times)
 
 
+def compared(times: Times, latency: int) -> Iterator[JsonObject]:
+    """Yield how busy a stage is under each schedule, of each of several sizes."""
+    for name, chunks in _KINDS:
+        for paired in (False, True)[:1 if name.startswith("zb_") else 2]:
+            for p, m in _SIZES:
+                made = make(name, p, m, chunks, paired=paired, latency=latency)
+                yield {"schedule": name, "chunks": chunks, "paired": paired, "stages": p, "microbatches": m,
+                       **_busy(made, times)}
+
+
 def report(times: Times, latency: int) -> str:
     """Return a table of how busy a stage is under each schedule."""
-    sizes = [(p, m) for p in (4, 8) for m in (8, 32)]
-    kinds = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]
     lines = ["share of time in which a stage works, in lockstep (and free-running), modelled with "
              "F {:g}, B {:g}, W {:g}; B takes both where there is no W".format(*times), "",
-             f"{'':<22}" + "".join(f"p={p} m={m}".rjust(17) for p, m in sizes)]
-    for name, chunks in kinds:
-        for paired in (False, True)[:1 if name.startswith("zb_") else 2]:
-            made = [make(name, p, m, chunks, paired=paired, latency=latency) for p, m in sizes]
-            label = name + (f" x{chunks}" if chunks > 1 else "") + (", paired" if paired else "")
-            lines.append(f"{label:<22}" + "".join(
-                f"{efficiency(one, *times):.1%} ({_free(one, times):.1%})".rjust(17) for one in made))
+             f"{'':<22}" + "".join(f"p={p} m={m}".rjust(17) for p, m in _SIZES)]
+    rows: dict[str, str] = {}
+    for one in compared(times, latency):
+        label = one["schedule"] + (f" x{one['chunks']}" if one["chunks"] > 1 else "") + ", paired" * one["paired"]
+        rows[label] = rows.get(label, "") + f"{one['busy']:.1%} ({one['busy_free_running']:.1%})".rjust(17)
+    lines += [f"{label:<22}{cells}" for label, cells in rows.items()]
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Images of any size become patches, from files, archives and Parquet alike; and rows of several images."""
 
 import io
+import json
 import tarfile
 
 import numpy as np
@@ -83,9 +84,15 @@ def test_all_ways_to_store_images_give_the_same_patches(stored):
 
 def test_buckets_that_suit_a_corpus_are_told_once(stored):
     """These five images have four lengths, for which four buckets are as good as eight."""
-    lines = prepare_sequences.summary(prepared(stored, "files", "--label=text")).splitlines()
+    corpus = prepared(stored, "files", "--label=text")
+    lines = prepare_sequences.summary(corpus).splitlines()
     told = [line for line in lines if line.startswith("buckets ")]
     assert len(told) == len(set(told)) == 2, told
+    found = json.loads(json.dumps(prepare_sequences.counted(corpus)))
+    assert found["splits"]["train"] == {"sequences": len(SIZES), "steps": int(corpus.train.counts().sum())}
+    assert found["left_out"] == {"not readable as an image": 1}
+    assert told == [f"buckets {' '.join(map(str, one['lengths']))}: {one['padding']:.1%} padding"
+                    for one in found["buckets"]]
 
 
 def test_rows_hold_whole_images_and_fill_up():

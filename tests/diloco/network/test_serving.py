@@ -1,6 +1,7 @@
 """The command that lets islands meet: what it prints, and its mistakes in one sentence."""
 
 import hashlib
+import json
 import re
 
 import pytest
@@ -26,6 +27,10 @@ def test_status_shows_a_log(tmp_path, capsys):
     assert [re.split("  +", line) for line in table] == [
         ["island", "entries", "steps", "tokens", "refused", "last entry"], ["0", "3", "20", "4,000", "0", "3"],
         ["1", "2", "20", "4,000", "0", "2 (left)"]]
+    assert main(["status", f"{tmp_path}", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["entries"], said["open"]) == (3, []) and said["islands"][1] == {
+        "island": 1, "entries": 2, "steps": 20, "tokens": 4000, "refused": 0, "last_entry": 2, "left": True}
 
 
 @pytest.mark.parametrize(("words", "told"), [

@@ -58,6 +58,8 @@ def test_files_are_transcribed_as_they_come_and_as_a_whole_alike(workdir, capsys
     assert [len(one["segments"]) for one in whole] == [4, 1] and whole[0]["text"]
     assert transcribe_command.main([f"{workdir}", f"{workdir}", ONE_ROW]) == 0
     assert capsys.readouterr().out == "".join(f"{one['file']}\t{one['text']}\n" for one in whole)
+    assert transcribe_command.main([f"{workdir}", *told, ONE_ROW, "--json"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == whole
     assert transcribe_command.main([f"{workdir}", *told, ONE_ROW, "--timestamps"]) == 0
     assert capsys.readouterr().out == "".join(
         f"{one['file']}\t{part['begin']:.2f}\t{part['end']:.2f}\t{part['text'].strip()}\n"

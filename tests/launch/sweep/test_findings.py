@@ -51,6 +51,10 @@ def test_the_best_comes_first(found):
     head, rows = findings.rows(sweep, tried)
     assert head == ["trial", "state", "eval_loss", "steps", "tokens", "time, s", *KEYS]
     assert rows[0][:2] == [f"{order[0].number}", "complete"] and rows[-1][:3] == ["7", "failed", ""]
+    said = [*findings.points(sweep, tried)]
+    assert [point["value"] for point in said] == values and said[-1]["state"] == "failed"
+    assert [point["trials"] for point in said] == [[point.number] for point in order]
+    assert said[0]["keys"] == order[0].keys and f"{said[0]['tokens']:,.0f}" == rows[0][4]
     tried[0].trials[0].ended = None  # it runs, and the table says how far it is
     (runs,) = (row for row in findings.rows(sweep, points_of([tried[0].trials[0]], 1))[1])
     assert runs[1] == "runs" and runs[2] == rows[[row[0] for row in rows].index("0")][2] and runs[3] == "81"
