@@ -41,7 +41,8 @@ def record(flags: argparse.Namespace) -> int:
         wanted = [case for case in wanted if case.name not in there]
 
     def tell(case: cases.Case, made: dict) -> None:
-        said = made.get("refused") or made.get("stopped") or f"{made['step_ms']:.1f} ms simulated, {made['peak_gb']:.2f} GB"
+        said = made.get("refused") or made.get("stopped")
+        said = said or f"{made['step_ms']:.1f} ms simulated, {made['peak_gb']:.2f} GB"
         print(f"{case.name}: {said} ({made['wall_s']:.0f} s)", flush=True)
 
     limit = recording.Limits(flags.seconds, flags.memory)
@@ -69,7 +70,7 @@ def find(flags: argparse.Namespace) -> int:
     def compile_with(options):
         print(f"compiling with {', '.join(f'{name}={value}' for name, value in options.items()) or 'none'} set back",
               file=sys.stderr, flush=True)
-        return recording.compiled(case.with_options({**given, **options}), new.environment["xla_flags"], limit)
+        return recording.compiled(case.with_options({**given, **options}), blame.flags_with(options, old, new), limit)
 
     verdict = blame.blame(old, new, case.name, case.platform, compile_with, flags.figure, flags.candidates)
     print("\n".join(verdict.sentences()))

@@ -5,7 +5,7 @@ what is passed with the program. The case is compiled again in the new environme
 no smaller set undoes the change (`smallest_set.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,14 +69,29 @@ def candidates(old: Lines, new: Lines, name: str, platform: str, more: Mapping[s
             continue
         if option not in after:
             untried[option] = "XLA has it no more"
-        elif isinstance(before.get(option), list) and not was:
-            untried[option] = "it was an empty list, which cannot be set"
         elif option not in before and option in new.environment["options"]:
-            untried[option] = f"it is new; its value is {_shown(now)}"
+            if after[option] is True:  # what it turns on did not exist
+                found[option] = ["false", now]
+            else:
+                untried[option] = f"it is new; its value is {_shown(now)}"
+        elif not was and option not in flags_of(new) | new.cases[name].get("compiler_options", {}):
+            untried[option] = "it was empty, which cannot be set"
         else:
             found[option] = [was, now]
     found |= {option: [was, found.get(option, ["", _text(after.get(option))])[1]] for option, was in more.items()}
     return found, {option: why for option, why in untried.items() if option not in more}
+
+
+def flags_of(lines: Lines) -> dict[str, str]:
+    """Return the words of XLA_FLAGS by the option that each sets."""
+    return {word.lstrip("-").partition("=")[0]: word for word in lines.environment["xla_flags"]}
+
+
+def flags_with(options: Iterable[str], old: Lines, new: Lines) -> list[str]:
+    """Return the new environment's XLA_FLAGS with those of these options as they were."""
+    before, after, options = flags_of(old), flags_of(new), set(options)
+    return [*(word for name, word in after.items() if name not in options),
+            *(word for name, word in before.items() if name in options)]
 
 
 def blame(old: Lines, new: Lines, case: str, platform: str, compile_with: Compile, figure: str = "",

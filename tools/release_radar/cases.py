@@ -54,7 +54,7 @@ def chosen(patterns: str) -> list[Case]:
     for pattern in filter(None, patterns.split(",")):
         matching = fnmatch.filter(known, pattern)
         if not matching:
-            raise UserError("--cases", f"no case is called {pattern!r}", nearest_few(pattern, known, f"see {CASES.name}"))
+            raise UserError("--cases", f"no case is called {pattern!r}", _meant(pattern, known))
         found |= {name: known[name] for name in matching}
     return list(found.values())
 
@@ -64,5 +64,9 @@ def named(name: str) -> Case:
     whole, _, layers = name.removesuffix(" layers").partition(" with ")
     known = every()
     if whole not in known:
-        raise UserError("--case", f"no case is called {whole!r}", nearest_few(whole, known, f"see {CASES.name}"))
+        raise UserError("--case", f"no case is called {whole!r}", _meant(whole, known))
     return known[whole].with_layers(int(layers)) if layers else known[whole]
+
+
+def _meant(name: str, known: dict[str, Case]) -> str:
+    return nearest_few(name, known, f"see {CASES.relative_to(ROOT)}")

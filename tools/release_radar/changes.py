@@ -1,8 +1,8 @@
 """Compare what two environments make of the same cases, and say what changed in plain sentences.
 
 A step's time and memory count as changed by more than two percent, as in tools/benchmarks/bench_hlo.py, collectives
-by more than two percent of all bytes that are sent, kernels of libraries and own ones by their number, and fusions by
-more than five percent.
+by more than two percent of all that is sent or of their number, kernels of libraries and own ones by their number, and
+fusions by more than five percent.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ def _share(old: float, new: float) -> float:
 
 
 def _sent(old: JsonMapping, new: JsonMapping) -> float:
-    """Return the bytes by kind that differ, as a share of all; where there are none, the number of collectives."""
+    """Return the bytes by kind that differ, as a share of all; if these hardly do, that of the collectives' number."""
     kinds = old["collectives"].keys() | new["collectives"].keys()
     for unit in ("mb", "times"):
         before, after = ({kind: line["collectives"].get(kind, {}).get(unit, 0.0) for kind in kinds}
@@ -122,7 +122,7 @@ def _said(figure: str, old: JsonMapping, new: JsonMapping) -> str:
     if figure == "step":
         return f"the simulated step takes {_from(old['step_ms'], new['step_ms'], 'ms')}"
     if figure == "memory":
-        return f"the compiler takes {_from(old['peak_gb'], new['peak_gb'], 'GB')} of memory"
+        return f"the compiler takes {_from(old['peak_gb'], new['peak_gb'], 'GB of memory')}"
     if figure == "collectives":
         empty = {"times": 0, "mb": 0.0}
         kinds = sorted(old["collectives"].keys() | new["collectives"].keys())

@@ -41,7 +41,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], folder: Path, gi
                 except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
                     peak = max(peak, _memory(process) / 1e9)
                 if time.monotonic() - began > seconds:
-                    stopped = f"it took more than {seconds:.0f} s"
+                    stopped = f"it took more than {seconds:.3g} s"
                 elif peak > gigabytes:
                     stopped = f"it took more than {gigabytes:.3g} GB of memory"
                 if stopped:

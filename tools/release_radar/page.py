@@ -1,5 +1,6 @@
 """The tables of docs/radar.md, made from recorded lines."""
 
+import itertools
 import re
 
 from tools.benchmarks.bench_hlo import ROOT
@@ -56,7 +57,7 @@ def _digits(value: float) -> str:
 def differences(found: list[Lines]) -> str:
     """Return what changed from each release to the next one, as lists."""
     parts = []
-    for old, new in zip(found, found[1:], strict=False):
+    for old, new in itertools.pairwise(found):
         first, *rest = changes.sentences(changes.compare(old.cases, new.cases), old, new)
         parts += [f"**{_title(old)} to {_title(new)}** ({first})\n",
                   *(f"- {' '.join(line.split()).replace('|', '/')}" for line in rest), ""]
@@ -72,7 +73,7 @@ def options(found: list[Lines]) -> str:
         if len(set(values)) > 1:
             rows.append(f"| `{name}` | {' | '.join(values)} |")
     gone = [f"{_title(old)} to {_title(new)}: {len(_names(new) - _names(old))} options are new, and "
-            f"{len(_names(old) - _names(new))} are gone" for old, new in zip(found, found[1:], strict=False)]
+            f"{len(_names(old) - _names(new))} are gone" for old, new in itertools.pairwise(found)]
     return "\n".join([*rows, "", *(f"- {line}" for line in gone)])
 
 
