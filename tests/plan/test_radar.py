@@ -1,9 +1,10 @@
 """The release radar: what changed between two environments, which option did it, and the page of recorded lines."""
 
 import copy
-import json
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,11 @@ LINE = {"case": "8b", "target": "h100x8", "jaxtrain": "a", "step_ms": 200.0, "pe
 OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_all_gather_combine_threshold_bytes": 31457287,
            "xla_gpu_enable_triton_gemm": True, "xla_gpu_memory_limit_slop_factor": 95, "xla_gpu_cuda_data_dir": "/a",
            "xla_cpu_use_new_xtile_lowering": False, "xla_disable_hlo_passes": []}
+DECOYS = " ".join((  # they change no program
+    "--xla_cpu_collective_call_terminate_timeout_seconds=41",
+    "--xla_cpu_collective_timeout_seconds=1801", "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_cpu_prefer_vector_width=128", "--xla_backend_optimization_level=0", "--xla_cpu_multi_thread_eigen=false",
+    "--xla_cpu_fast_math_honor_division=false"))
 
 
 def lines(name: str, options: dict | None = None, flags: tuple[str, ...] = (), **line) -> Lines:
@@ -85,11 +91,11 @@ def test_what_was_stopped_or_left_out_is_said_and_not_compared():
         "late: not compiled in the new environment: it took more than 900 s"]
 
 
-def test_flags_and_another_commit_are_said():
+def test_flags_and_other_code_are_said():
     new = lines("2", flags=("--xla_gpu_enable_triton_gemm=false",), jaxtrain="b")
     said = changes.sentences([], lines("1"), new)
     assert said[1:] == ["XLA_FLAGS of the new one alone: --xla_gpu_enable_triton_gemm=false",
-                        "jaxtrain's commit differs, too: what changed may be its own doing"]
+                        "jaxtrain's code differs, too: what changed may be its own doing"]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -165,7 +171,7 @@ def test_an_option_that_xla_does_not_take_is_left_out():
 
     def compiled(options):
         if "xla_gpu_option_1" in options:
-            return {"refused": "train.compiler_options: XLA does not take it (No such compile option: xla_gpu_option_1)"}
+            return {"refused": "train.compiler_options: XLA does not take it (No such option: xla_gpu_option_1)"}
         return LINE | {"step_ms": 240.0 - 40 * ("xla_gpu_option_2" in options)}
 
     verdict = blame.blame(old, new, "8b", "cuda", compiled)
@@ -206,7 +212,8 @@ def test_what_cannot_be_blamed_is_said_in_a_sentence(case, line, figure, said):
      {"gigabytes": 0.2}, "it took more than 0.2 GB of memory"),
     ("print(input())", {}, "")])
 def test_a_process_is_ended_at_its_limits(code, limit, stopped):
-    done = limits.run([sys.executable, "-c", code], os.environ, ROOT, "given\n", **{"seconds": 60, "gigabytes": 9} | limit)
+    allowed = {"seconds": 60, "gigabytes": 9} | limit
+    done = limits.run([sys.executable, "-c", code], os.environ, ROOT, "given\n", **allowed)
     assert done.stopped == stopped and (done.out == "given\n") == (not stopped) == (done.status == 0)
 
 
@@ -217,8 +224,68 @@ def test_cases_are_named_by_patterns_and_unknown_ones_are_refused():
         cases.chosen("9b")
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "cannot be read"), ("3", "no objects"), ('{"case": "a"}', "nothing of")])
+@pytest.mark.parametrize(("text", "said"), [
+    ("{", "cannot be read"), ("3", "no objects"), ('{"case": "a"}', "says nothing of its environment")])
 def test_a_file_of_something_else_is_refused(tmp_path, text, said):
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(UserError, match=said):
         recording.read(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("name", page.RELEASES)
+def test_recorded_lines_are_of_one_environment_and_of_cases_that_exist(name):
+    found = recording.read(cases.FOLDER / f"{name}.jsonl")
+    assert found.environment["xla_flags"] == [] and name == f"jax-{found.versions['jax']}"
+    assert len(found.environment["options"]) > 300
+    for case, line in found.cases.items():
+        assert cases.named(case).target == line["target"] and not line["given"]
+        assert sum(key in line for key in ("step_ms", "refused", "stopped")) == 1
+
+
+def test_the_page_says_what_is_recorded():
+    text = page.PAGE.read_text()
+    assert page.rendered(text) == text, "python -m tools.radar page"
+    assert text.count("<!-- rendered: radar") == 5
+
+
+def test_every_planted_change_was_named():
+    """What was planted is the flag of the new side that none of the decoys' options has."""
+    judged = [one for one in recording.objects(page.VERDICTS) if len(one["new"]["xla_flags"]) > 1]
+    assert len(judged) >= 2
+    for one in judged:
+        assert set(one["blamed"]) <= set(blame.flags_of(Lines("", {"xla_flags": one["new"]["xla_flags"]})))
+        assert len(one["blamed"]) == 1 and len(one["candidates"]) > 20 and one["undone"] > 0.9
+
+
+def radar(*words: str, folder: Path = ROOT, flags: str = "") -> subprocess.CompletedProcess:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}", "XLA_FLAGS": flags}
+    return subprocess.run([sys.executable, "-m", "tools.radar", *words], cwd=folder, env=environment,
+                          capture_output=True, text=True)
+
+
+def test_compare_prints_what_became_worse_and_says_so_by_its_status(tmp_path):
+    for made in (lines("1"), lines("2", step_ms=240.0)):
+        for line in (made.environment, made.cases["8b"]):
+            recording.append(tmp_path / f"{made.name}.jsonl", line)
+    done = radar("compare", f"{tmp_path}/1.jsonl", f"{tmp_path}/2.jsonl")
+    assert done.returncode == 1 and "worse 8b: the simulated step takes 200.0 to 240.0 ms (+20.0%)" in done.stdout
+    assert radar("compare", f"{tmp_path}/2.jsonl", f"{tmp_path}/1.jsonl").returncode == 0
+    refused = radar("compare", f"{tmp_path}/3.jsonl", f"{tmp_path}/1.jsonl")
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and "cannot be read" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_planted_change_of_an_option_is_named_with_real_compiles(tmp_path):
+    """The commands of docs/radar.md that need no accelerator, with a planted flag and seven that do not matter."""
+    blocks = re.findall(r"```text\n(.*?)```", page.PAGE.read_text(), re.S)
+    (shown,) = (block for block in blocks if "tiny_cpux8" in block)
+    done = []
+    for command in shown.splitlines():
+        flags = re.match(r"XLA_FLAGS=(\S+) ", command)
+        words = shlex.split(command.partition("tools.radar ")[2])
+        done.append(radar(*words, folder=tmp_path, flags=f"{flags[1]} {DECOYS}" if flags else ""))
+    assert [one.returncode for one in done] == [0, 0, 1, 0], [one.stderr[-500:] for one in done]
+    compared, blamed = done[2].stdout, done[3].stdout
+    assert "XLA_FLAGS of the new one alone" in compared and "kernels of a step: " in compared
+    assert "to blame: xla_disable_hlo_passes (it was left to the compiler and is fusion); set back, 100%" in blamed
+    assert "8 candidates" in blamed

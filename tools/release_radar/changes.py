@@ -152,6 +152,6 @@ def sentences(found: list[Change], old: Lines, new: Lines) -> list[str]:
     lines += [f"XLA_FLAGS of the {age} one alone: {' '.join(sorted(mine - other))}"
               for age, mine, other in (("old", *flags), ("new", *flags[::-1])) if mine - other]
     if any(old.cases[name]["jaxtrain"] != new.cases[name]["jaxtrain"] for name in both):
-        lines.append("jaxtrain's commit differs, too: what changed may be its own doing")
+        lines.append("jaxtrain's code differs, too: what changed may be its own doing")
     lines += [f"{'worse ' if one.worse else '      '}{one.case}: {one.says}" for one in found]
     return lines + [f"{name}: {why}" for name, why in not_compared(old.cases, new.cases).items()]

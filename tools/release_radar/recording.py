@@ -18,6 +18,7 @@ from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.observe.versions import git_commit, version_of
 from jaxtrain.plan.targets import parse
+from jaxtrain.precompiled import requirements
 from tools.benchmarks.bench_hlo import ROOT
 from tools.release_radar import limits, option_defaults
 from tools.release_radar.cases import Case
@@ -126,7 +127,7 @@ def record(cases: list[Case], path: Path, options: JsonObject, limit: Limits, jo
         append(path, here)
     elif not same(read(path).environment, here):
         raise UserError("--to", f"{path} is of another environment, or of other flags", "write to another file")
-    about = {"jaxtrain": git_commit(), "given": options}
+    about = {"commit": git_commit(), "jaxtrain": requirements.code_here()[:16], "given": options}
     with ThreadPoolExecutor(jobs) as pool:
         begun = {pool.submit(compiled, case.with_options(options), flags, limit): case for case in cases}
         for done in as_completed(begun):
