@@ -13,6 +13,7 @@ from tools.benchmarks.bench_hlo import WORSE
 from tools.release_radar.recording import Lines
 
 FUSIONS = 0.05  # share of all kernels that XLA makes itself
+SHOWN = 6  # kinds of kernels that a sentence names, those that differ most
 FIGURES = ("refused", "step", "memory", "collectives", "kernels")  # the most important one first
 
 
@@ -132,8 +133,10 @@ def _said(figure: str, old: JsonMapping, new: JsonMapping) -> str:
         return f"collectives of a step: {'; '.join(parts)}"
     names = sorted(old["kernels"].keys() | new["kernels"].keys())
     counts = [(name, old["kernels"].get(name, 0), new["kernels"].get(name, 0)) for name in names]
-    parts = [f"{name} {before} to {after}" for name, before, after in counts if before != after]
-    return f"kernels of a step: {'; '.join(parts)}"
+    differ = sorted((one for one in counts if one[1] != one[2]), key=lambda one: -abs(one[2] - one[1]))
+    parts = [f"{name} {before} to {after}" for name, before, after in differ[:SHOWN]]
+    more = [f"and {len(differ) - SHOWN} kinds more"] if len(differ) > SHOWN else []
+    return f"kernels of a step: {'; '.join([*parts, *more])}"
 
 
 def _from(old: float, new: float, unit: str) -> str:
