@@ -155,12 +155,13 @@ def test_a_change_of_code_is_not_blamed_on_an_option():
     assert "no option is to blame: all 8 candidates set back together undo 3% of the change" in verdict.sentences()[1]
 
 
-def test_an_option_is_found_where_all_together_fail_to_compile():
+@pytest.mark.parametrize("ended", [{"refused": "SIGABRT: Check failed"}, {"stopped": "it took more than 900 s"}])
+def test_an_option_is_found_where_all_together_fail_to_compile(ended):
     old, new = lines("1", many(5, 1)), lines("2", many(5, 2), step_ms=240.0)
 
     def compiled(options):
         if len(options) == 5:
-            return {"refused": "SIGABRT: Check failed"}
+            return ended
         return LINE | {"step_ms": 240.0 - 40 * ("xla_gpu_option_2" in options)}
 
     assert blame.blame(old, new, "8b", "cuda", compiled).blamed == ["xla_gpu_option_2"]

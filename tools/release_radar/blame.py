@@ -5,6 +5,7 @@ what is passed with the program. The case is compiled again in the new environme
 no smaller set undoes the change (`smallest_set.py`).
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -134,8 +135,10 @@ def _search(verdict: Verdict, was: JsonMapping, now: JsonMapping, compile_with: 
     if abs(undone(frozenset())) > MOST / 2:
         raise UserError("NEW", f"{verdict.case} is compiled here to something else than it says",
                         "record it again in this environment")
-    while refused := verdict.untried.keys() & _tried(verdict, undone):
+    undone(frozenset(verdict.candidates))
+    while refused := verdict.untried.keys() & verdict.candidates.keys():
         verdict.candidates = {name: one for name, one in verdict.candidates.items() if name not in refused}
+        undone(frozenset(verdict.candidates))
     every = list(verdict.candidates)
     verdict.undone_by_all = max(0.0, undone(frozenset(every)))
     if verdict.undone_by_all < ENOUGH:
@@ -148,16 +151,10 @@ def _search(verdict: Verdict, was: JsonMapping, now: JsonMapping, compile_with: 
         verdict.undone = undone(frozenset(verdict.blamed))
 
 
-def _tried(verdict: Verdict, undone: Callable[[frozenset[str]], float]) -> set[str]:
-    """Set all candidates back together, and return them."""
-    undone(frozenset(verdict.candidates))
-    return set(verdict.candidates)
-
-
 def _not_taken(made: JsonMapping, names: frozenset[str]) -> dict[str, str]:
     """Return the options that XLA refused by name."""
     said = made.get("refused", "") if "compiler_options" in made.get("refused", "") else ""
-    return {name: "XLA does not take the old value" for name in names if name in said}
+    return {name: "XLA does not take the old value" for name in names & set(re.findall(r"\w+", said))}
 
 
 def _text(value: Any) -> str:

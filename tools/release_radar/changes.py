@@ -67,7 +67,12 @@ def of_case(name: str, old: JsonMapping, new: JsonMapping) -> list[Change]:
 
 
 def distances(old: JsonMapping, new: JsonMapping) -> dict[str, float]:
-    """Return how far apart two lines are, by figure, as a share; 0 where they differ by less than counts."""
+    """Return how far apart two lines are, by figure, as a share; 0 where they differ by less than counts.
+
+    Of one that was stopped nothing is known.
+    """
+    if "stopped" in old or "stopped" in new:
+        return {}
     if "refused" in old or "refused" in new:
         return {"refused": float(("refused" in old) != ("refused" in new))}
     step, memory = (_share(old[key], new[key]) for key in ("step_ms", "peak_gb"))
