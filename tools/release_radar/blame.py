@@ -13,7 +13,7 @@ from typing import Any
 from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.errors import UserError
 from tools.release_radar import changes
-from tools.release_radar.recording import PLACES, Lines
+from tools.release_radar.recording import Lines
 from tools.release_radar.smallest_set import smallest
 
 Compile = Callable[[Mapping[str, str]], JsonMapping]  # options to their values -> the line of a case
@@ -66,7 +66,7 @@ def candidates(old: Lines, new: Lines, name: str, platform: str, more: Mapping[s
     found, untried = {}, {}
     for option in sorted(before.keys() | after.keys()):
         was, now = _text(before.get(option)), _text(after.get(option))
-        if was == now or option in PLACES or option.startswith(OF_PLATFORMS[platform]):
+        if was == now or option.startswith(OF_PLATFORMS[platform]):
             continue
         if option not in after:
             untried[option] = "XLA has it no more"

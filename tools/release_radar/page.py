@@ -68,7 +68,7 @@ def options(found: list[Lines]) -> str:
     """Return the table of XLA's options whose defaults differ from one release to the next."""
     rows = ["| option | " + " | ".join(_title(lines) for lines in found) + " |", "|" + "---|" * (len(found) + 1)]
     every = [lines.environment["options"] for lines in found]
-    for name in sorted(set.intersection(*map(set, every)) - set(recording.PLACES)):
+    for name in sorted(set.intersection(*map(set, every))):
         values = [_value(options[name]) for options in every]
         if len(set(values)) > 1:
             rows.append(f"| `{name}` | {' | '.join(values)} |")

@@ -26,7 +26,7 @@ from tools.release_radar.compiling import MARK
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "libtpu")
 NO_TIMING = "--xla_gpu_autotune_level=0"  # without the GPU no kernels can be timed against each other
-PLACES = ("xla_gpu_cuda_data_dir",)  # options that say where something lies, and change no program
+PLACES = ("xla_gpu_cuda_data_dir",)  # options that say where something lies on this machine, and change no program
 WROTE = "name a file that `radar record` wrote"
 Tell = Callable[[Case, JsonObject], None]
 DEVICES = "--xla_force_host_platform_device_count="
@@ -92,8 +92,9 @@ def versions() -> dict[str, str]:
 
 def environment() -> JsonObject:
     """Return what programs depend on here beside a case: versions, flags, and the values of XLA's options."""
+    options = {name: value for name, value in option_defaults.here().items() if name not in PLACES}
     return {"versions": versions(), "python": ".".join(map(str, sys.version_info[:3])),
-            "xla_flags": option_defaults.flags_here(), "options": option_defaults.here()}
+            "xla_flags": option_defaults.flags_here(), "options": options}
 
 
 def flags_for(case: Case, flags: Iterable[str]) -> str:
@@ -137,12 +138,8 @@ def record(cases: list[Case], path: Path, options: JsonObject, limit: Limits, jo
 
 
 def same(one: JsonObject, other: JsonObject) -> bool:
-    """Return whether two environments compile alike: versions, flags, and options but for where they lie."""
-    def of(environment: JsonObject) -> JsonObject:
-        options = {name: value for name, value in environment["options"].items() if name not in PLACES}
-        return {**environment, "options": options, "python": ""}
-
-    return of(one) == of(json.loads(json.dumps(other)))
+    """Return whether two environments compile alike: versions, flags and options; Python's version does not matter."""
+    return {**one, "python": ""} == {**json.loads(json.dumps(other)), "python": ""}
 
 
 def _last_words(error: str) -> str:
