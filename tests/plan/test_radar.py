@@ -250,13 +250,11 @@ def test_the_page_says_what_is_recorded():
     assert text.count("<!-- rendered: radar") == 5
 
 
-def test_every_planted_change_was_named():
-    """What was planted is the flag of the new side that none of the decoys' options has."""
-    judged = [one for one in recording.objects(page.VERDICTS) if len(one["new"]["xla_flags"]) > 1]
-    assert len(judged) >= 2
-    for one in judged:
-        assert set(one["blamed"]) <= set(blame.flags_of(Lines("", {"xla_flags": one["new"]["xla_flags"]})))
-        assert len(one["blamed"]) == 1 and len(one["candidates"]) > 20 and one["undone"] > 0.9
+def test_the_planted_change_was_named():
+    """Of 25 flags of the new side, 24 change no program."""
+    (one,) = (one for one in recording.objects(page.VERDICTS) if one["new"]["xla_flags"])
+    assert len(one["new"]["xla_flags"]) == len(one["candidates"]) == 25
+    assert one["blamed"] == ["xla_gpu_all_gather_combine_threshold_bytes"] and one["undone"] > 0.99
 
 
 def radar(*words: str, folder: Path = ROOT, flags: str = "") -> subprocess.CompletedProcess:
