@@ -68,7 +68,7 @@ def find(flags: argparse.Namespace) -> int:
     given = new.cases.get(case.name, {}).get("given", {})
 
     def compile_with(options):
-        print(f"compiling with {', '.join(f'{name}={value}' for name, value in options.items()) or 'none'} set back",
+        print(f"compiling with {', '.join(f'{name}={value}' for name, value in options.items()) or 'nothing'} set back",
               file=sys.stderr, flush=True)
         return recording.compiled(case.with_options({**given, **options}), blame.flags_with(options, old, new), limit)
 

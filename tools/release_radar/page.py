@@ -43,7 +43,7 @@ def figures(found: list[Lines]) -> str:
 
 def _cell(lines: Lines, name: str) -> str:
     if name not in lines.cases:
-        return "not compiled"
+        return "not recorded"
     line = lines.cases[name]
     if "step_ms" not in line:
         return "refused" if "refused" in line else "stopped"
