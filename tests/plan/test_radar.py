@@ -251,7 +251,7 @@ def test_the_page_says_what_is_recorded():
 
 
 def test_the_planted_change_was_named():
-    """Of 25 flags of the new side, 24 change no program."""
+    """The new side has 25 flags, of which 24 change no program."""
     (one,) = (one for one in recording.objects(page.VERDICTS) if one["new"]["xla_flags"])
     assert len(one["new"]["xla_flags"]) == len(one["candidates"]) == 25
     assert one["blamed"] == ["xla_gpu_all_gather_combine_threshold_bytes"] and one["undone"] > 0.99

@@ -24,7 +24,7 @@ OF_PLATFORMS = {"cuda": ("xla_cpu_", "xla_tpu_"), "tpu": ("xla_cpu_", "xla_gpu_"
 
 @dataclass
 class Verdict:
-    """What was found to be to blame for the change of a figure."""
+    """The options found to be to blame for the change of a figure, and how they were found."""
 
     case: str
     figure: str

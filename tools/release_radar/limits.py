@@ -14,7 +14,7 @@ _EVERY = 0.2  # seconds between two looks at its memory
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended."""
+    """The end of a process: its status, what it printed, and what it took."""
 
     status: int  # its exit status; below zero: minus the signal that ended it
     out: str

@@ -34,7 +34,7 @@ DEVICES = "--xla_force_host_platform_device_count="
 
 @dataclass(frozen=True)
 class Limits:
-    """What one case may take."""
+    """The time and memory that one case may take."""
 
     seconds: float = 900.0
     gigabytes: float = 12.0
