@@ -52,6 +52,7 @@ class Compiled:
     talked: Counter  # (kind, axes) -> bytes of results
     seconds: float  # compile time
     text: str  # the optimised program
+    options: compiler_options.Options  # what the compiler was told beside XLA_FLAGS
 
 
 def compile_step(config: Config, target: Target, devices: int) -> Compiled:
@@ -79,7 +80,7 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
         axes = tuple(axis for axis, size in sizes.items() if size > 1 and found.joins(axis, sizes))
         talked[found.kind, axes] += found.bytes
     peak, allocated = memory_of(compiled, run)
-    return Compiled(peak, allocated, talked, time.perf_counter() - began, text)
+    return Compiled(peak, allocated, talked, time.perf_counter() - began, text, run.sharded.compiler_options)
 
 
 def compile_answering(config: Config, target: Target, devices: int) -> dict[str, int]:

@@ -48,7 +48,7 @@ def of(run: Run, devices: Sequence[jax.Device]) -> JsonObject:
         "devices": [] if kind == "cpu" else [[device.id, _place(device)] for device in devices],
         "packages": {name: version_of(name) for name in (*_PACKAGES, *_installed(kind))},
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "code": _code(),
+        "code": code_here(),
         "plug_ins": _plug_ins(),
         "settings of JAX": {name: f"{getattr(jax.config, name, None)}" for name in _OF_JAX},
         "config": {f"{section}.{key}": value for section, keys in redacted(identity.settings(run)).items()
@@ -117,7 +117,7 @@ def _installed(kind: str) -> list[str]:
     return sorted(name for name in names if name and name.startswith(begins))
 
 
-def _code() -> str:
+def code_here() -> str:
     """Return the sha256 of jaxtrain's own source: a commit says nothing of what was edited since."""
     return _hash_of(Path(__file__).parents[1], without=shipped_configs.folder())  # which only a wheel has inside
 

@@ -113,13 +113,13 @@ def test_devices_that_lie_otherwise_are_another_topology(made):
 def test_code_that_was_edited_is_other_code(monkeypatch, tmp_path):
     from jaxtrain.precompiled import requirements
 
-    before = requirements._code()
+    before = requirements.code_here()
     shutil.copytree(ROOT / "jaxtrain", tmp_path / "jaxtrain")
     monkeypatch.setattr(requirements, "__file__", str(tmp_path / "jaxtrain" / "precompiled" / "requirements.py"))
-    assert requirements._code() == before
+    assert requirements.code_here() == before
     with open(tmp_path / "jaxtrain" / "train_step" / "step.py", "a") as file:
         file.write("# edited\n")
-    assert requirements._code() != before
+    assert requirements.code_here() != before
 
 
 def test_a_program_that_is_missing_is_named(mine):
