@@ -70,8 +70,6 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Axes,
 
 def global_norm(tree: PyTree) -> jax.Array:
     """Return the Euclidean norm over all leaves, in float32."""
-    def squares(leaf: jax.Array) -> jax.Array:
-        parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
-        return sum(jnp.sum(jnp.square(part.astype(jnp.float32))) for part in parts)
-
-    return jnp.sqrt(sum(map(squares, jax.tree.leaves(tree))))
+    parts = [part for leaf in jax.tree.leaves(tree)
+             for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))]
+    return jnp.sqrt(sum(jnp.sum(jnp.square(part.astype(jnp.float32))) for part in parts))

@@ -83,9 +83,9 @@ def test_bfloat16_rounds_what_is_stored_and_nothing_else(shape):
     polynomial's slope (up to 3.4) enlarges while values grow. Coefficients in bfloat16 would make it three times that.
     """
     x = np.random.default_rng(0).normal(size=shape)
-    (found,) = jax.jit(lambda x: newton_schulz.orthogonalized([x], 1e-8, jnp.bfloat16))(jnp.float32(x)[None])
+    (found,) = jax.jit(lambda x: newton_schulz.orthogonalized([x], 1e-8, jnp.bfloat16))(jnp.float32(x)[None, None])
     model, unit, norm = plain_newton_schulz(x, rounded), 2.0**-8, np.linalg.norm
-    assert norm(np.asarray(found[0], np.float64) - model) < 4 * unit * norm(model)
+    assert norm(np.asarray(found[0, 0], np.float64) - model) < 4 * unit * norm(model)
     assert norm(model - plain_newton_schulz(x)) < 8 * unit * norm(model)
 
 
@@ -116,20 +116,20 @@ def test_stacks_of_one_shape_share_rounds():
     """Matrices of several parameters on four devices, some of them transposed, are those that each would be alone."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     rng = np.random.default_rng(0)
-    stacks = [jnp.float32(rng.normal(size=shape)) for shape in ((3, 6, 10), (2, 10, 6), (2, 6, 6), (3, 6, 10))]
+    stacks = [jnp.float32(rng.normal(size=(1, *shape))) for shape in ((3, 6, 10), (2, 10, 6), (2, 6, 6), (3, 6, 10))]
     with jax.set_mesh(mesh):
         made = jax.jit(lambda *stacks: newton_schulz.orthogonalized(stacks, 1e-8, jnp.float32))
         found, text = made(*stacks), made.lower(*stacks).as_text()
     for stack, got in zip(stacks, found, strict=True):
-        want = np.stack([*map(plain_newton_schulz, np.float64(stack))])
-        np.testing.assert_allclose(got, want, atol=1e-5)
+        want = np.stack([*map(plain_newton_schulz, np.float64(stack[0]))])
+        np.testing.assert_allclose(got[0], want, atol=1e-5)
     # Eight matrices of 6 x 10 are two rounds, apart they were three.
     assert "tensor<2x4x6x10xf32>" in text and text.count("stablehlo.while") == 2, "a loop for each shape"
 
 
-def losses(mesh, **keys):
+def losses(mesh, family="llama", **keys):
     sizes = {f"mesh__{axis}": size for axis, size in mesh.items()}
-    run = reference.build("llama", optimizer__name="muon", optimizer__learning_rate=1e-2, optimizer__warmup_steps=0,
+    run = reference.build(family, optimizer__name="muon", optimizer__learning_rate=1e-2, optimizer__warmup_steps=0,
                           model__num_layers=3, **sizes, **keys)
     state, step, found = run.init(), reference.compiled(run), []
     for n in range(3):
@@ -147,9 +147,17 @@ def test_options_on_a_mesh_are_those_of_one_device(mesh, stage):
     np.testing.assert_allclose(losses(mesh, optimizer__zero_stage=stage, **keys), losses({}, **keys), rtol=1e-5)
 
 
-def collectives(steps, monkeypatch, **keys):
+@pytest.mark.parametrize("mesh", [*slow({"fsdp": 4, "expert": 2}), *exhaustive(
+    {"expert": 2, "tensor": 2, "stage": 2}, {"data": 2, "expert": 2, "fsdp": 2})])
+def test_experts_are_updated_where_they_lie(mesh):
+    """Six matrices a group of devices, of which each has one or several experts."""
+    keys = dict(model__experts_per_token=8)  # so that no token changes its expert
+    np.testing.assert_allclose(losses(mesh, "mixtral", **keys), losses({}, "mixtral", **keys), rtol=1e-5)
+
+
+def collectives(steps, monkeypatch, family="llama", **keys):
     monkeypatch.setattr(newton_schulz, "STEPS", steps)
-    text = reference.compiled(reference.build("llama", optimizer__name="muon", model__num_layers=4, **keys)).as_text()
+    text = reference.compiled(reference.build(family, optimizer__name="muon", model__num_layers=4, **keys)).as_text()
     kinds = r" (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)\("
     return collections.Counter(found[1] for line in text.splitlines()
                                if "optimizer" in line and (found := re.search(kinds, line)))
