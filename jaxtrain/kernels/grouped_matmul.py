@@ -81,11 +81,12 @@ def gradient_by_weights(rows_RK: jax.Array, sizes_G: jax.Array, dy_RN: jax.Array
     return lax.ragged_dot_general(rows_RK, dy_RN, sizes_G, numbers)
 
 
-def grouped_matmul_gradients(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, dy_RN: jax.Array,
-                             **how: Any) -> tuple[jax.Array, jax.Array]:
-    """Return both gradients; `how` as they take it."""
-    return (gradient_by_rows(weights_GKN, sizes_G, dy_RN, **how),
-            gradient_by_weights(rows_RK, sizes_G, dy_RN, **how))
+def grouped_matmul_gradients(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, dy_RN: jax.Array, *,
+                             backend: str = "auto", filled: int | None = None,
+                             dtype: DTypeLike | None = None) -> tuple[jax.Array, jax.Array]:
+    """Return both gradients."""
+    return (gradient_by_rows(weights_GKN, sizes_G, dy_RN, backend=backend, filled=filled, dtype=dtype),
+            gradient_by_weights(rows_RK, sizes_G, dy_RN, backend=backend, filled=filled, dtype=dtype))
 
 
 def _in_8_bits(asked: str, rows: jax.Array, *dimensions: int) -> bool:

@@ -14,7 +14,6 @@ Shape suffixes: B batch, T sequence, R rows, L experts held here, K and N the di
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jax import lax
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.base.narrow_formats import BLOCKS
 from jaxtrain.kernels.grouped_matmul import gradient_by_rows, gradient_by_weights, grouped_matmul
-from jaxtrain.parallel.expert_products import InBlocks, Rows
+from jaxtrain.parallel.expert_matrices import How, InBlocks, Rows
 from jaxtrain.sharding import activations, block_formats
 from jaxtrain.sharding.block_layout import plain
 from jaxtrain.sharding.block_products import along, times_scales, weight_along
@@ -34,7 +33,7 @@ from jaxtrain.sharding.contractions import Rounded
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Marks:
-    """What products in blocks read of tokens [N], and of each of a token's experts [N, K]; or of each row [R]."""
+    """The windows of tokens [N] and the random bits of each of their experts [N, K]; or both of rows [R]."""
 
     window: jax.Array  # of neighbouring tokens
     noise: PyTree = None  # the random bits for stochastic rounding (models/training_noise.py)
@@ -61,14 +60,14 @@ def in_blocks(weights: Mapping[str, jax.Array], kind: str, wide: tuple[str, ...]
     return {name: InBlocks(weight, kind, name, () if name == "down" else wide) for name, weight in weights.items()}
 
 
-def product(how: dict[str, Any], x_RK: jax.Array, weight: InBlocks, at: Rows) -> jax.Array:
+def product(how: How, x_RK: jax.Array, weight: InBlocks, at: Rows) -> jax.Array:
     """Return each row times the matrix of its expert; `how` as `grouped_matmul` takes it."""
     one = along(_filled(x_RK, at), (1, 2), weight.kind)
     other = weight_along(weight.weight, (1, 2), weight.kind, of_output=False)
     return times_scales(grouped_matmul(one.values, other.values, at.sizes, **how), one, other)
 
 
-def gradients(how: dict[str, Any], x_RK: jax.Array, weight: InBlocks, at: Rows,
+def gradients(how: How, x_RK: jax.Array, weight: InBlocks, at: Rows,
               dy_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of a product by rows and by the matrices."""
     x_RK, dy_RN, noise = _filled(x_RK, at), _filled(dy_RN, at), _noise(weight, at)

@@ -3,63 +3,19 @@
 Shape suffixes: R rows, L experts held here, K and N the dimensions of a matrix.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels.grouped_matmul import DIMENSION, grouped_matmul, grouped_matmul_gradients
+from jaxtrain.parallel.expert_matrices import Adapted, How, InBlocks, Rows, Weight
 from jaxtrain.sharding import mesh_context, products
 from jaxtrain.sharding.products import Factor, Rounded
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class InBlocks:
-    """The matrices of experts, whose products round them in blocks (parallel/expert_blocks.py)."""
-
-    weight: jax.Array
-    kind: str = field(metadata={"static": True})  # of base.narrow_formats.BLOCKS
-    name: str = field(metadata={"static": True})  # for random numbers of its own
-    split: tuple[str, ...] = field(default=(), metadata={"static": True})  # the mesh axes over which outputs are split
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Adapted:
-    """The matrices of experts with an adapter each: a row times weight + scale x down up."""
-
-    weight: Factor | InBlocks
-    down: jax.Array
-    up: jax.Array
-    scale: float = field(metadata={"static": True})
-
-
-Weight = Factor | InBlocks | Adapted
-
-
-class Rows(Protocol):
-    """What products read of the rows of a pass."""
-
-    @property
-    def sizes(self) -> jax.Array:
-        """The number of rows of each expert."""
-        ...
-
-    @property
-    def experts(self) -> jax.Array:
-        """The expert of each row; one that is not there behind the last."""
-        ...
-
-    @property
-    def marks(self) -> PyTree:
-        """What products in blocks read of each row."""
-        ...
-
-
-def product(how: dict[str, Any], x_RK: Factor, weight_LKN: Weight, at: Rows) -> jax.Array:
+def product(how: How, x_RK: Factor, weight_LKN: Weight, at: Rows) -> jax.Array:
     """Return each row times the matrix of its expert; `how` as `grouped_matmul` takes it."""
     if isinstance(weight_LKN, InBlocks):
         from jaxtrain.parallel import expert_blocks  # which only these formats read
@@ -75,8 +31,8 @@ def product(how: dict[str, Any], x_RK: Factor, weight_LKN: Weight, at: Rows) -> 
     return y_RN + product(how, product(how, x_RK, down, at), up, at) * weight_LKN.scale
 
 
-def gradients(how: dict[str, Any], x_RK: Factor, weight_LKN: Weight, at: Rows,
-              dy_RN: Factor) -> tuple[jax.Array, Any]:
+def gradients(how: How, x_RK: Factor, weight_LKN: Weight, at: Rows,
+              dy_RN: Factor) -> tuple[jax.Array, PyTree]:
     """Return the gradients of a product by rows and weights."""
     if isinstance(weight_LKN, InBlocks):
         from jaxtrain.parallel import expert_blocks

@@ -33,8 +33,9 @@ from jaxtrain.config.schema import TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import swiglu
 from jaxtrain.kernels.grouped_matmul import ROWS, choose_backend
+from jaxtrain.parallel.expert_matrices import Weight
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
-from jaxtrain.parallel.expert_products import Weight, gradients, product
+from jaxtrain.parallel.expert_products import gradients, product
 from jaxtrain.sharding import activations, axis_rules, mesh_context, products
 from jaxtrain.sharding.products import Factor, Rounded
 from jaxtrain.train_step import precision
@@ -42,6 +43,7 @@ from jaxtrain.train_step import precision
 Activation = Callable[..., jax.Array]  # of gate and up, or of up alone
 
 
+Routes = dict[str, Any]  # what passes read: where rows go, and the marks of tokens
 OVERFLOW = "experts_overflow"  # scope of the passes that an even load does not need
 
 
@@ -181,7 +183,7 @@ class _Passes:
     def _mine(self, sizes_PE: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(sizes_PE, lax.axis_index(self.axis) * self.held, self.held, 1)
 
-    def forward(self, number: jax.Array | int, routes: dict[str, Any], x_ND: Factor, weights_NK: jax.Array,
+    def forward(self, number: jax.Array | int, routes: Routes, x_ND: Factor, weights_NK: jax.Array,
                 gate_LDF: Weight | None, up_LDF: Weight, down_LFD: Weight,
                 biases: tuple[jax.Array, ...]) -> tuple[jax.Array, "_Kept"]:
         """Return each token's sum over those of its experts that compute in this pass, and what `backward` reads."""
@@ -195,7 +197,7 @@ class _Passes:
         kept = _Kept(_named("experts", token_RD) if self.axis else None, weights_R, both_RF)
         return at.leave(product(self.how, act_RF, down_LFD, at)), kept
 
-    def backward(self, number: jax.Array | int, routes: dict[str, Any], x_ND: Factor, weights_NK: jax.Array,
+    def backward(self, number: jax.Array | int, routes: Routes, x_ND: Factor, weights_NK: jax.Array,
                  gate_LDF: Weight | None, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...],
                  dy_ND: Factor, kept: "_Kept | None" = None) -> tuple[PyTree, ...]:
         """Return the gradients of all arrays by `forward`, which is not computed again where it `kept` something."""
@@ -237,13 +239,13 @@ class _Passes:
         y_RF = self.activation(*made_RF)
         return y_RF if self.weighted_inputs else (y_RF * weights_R[:, None]).astype(made_RF[-1].dtype)
 
-    def _route(self, number: jax.Array | int, routes: dict[str, Any]) -> "_Route":
+    def _route(self, number: jax.Array | int, routes: Routes) -> "_Route":
         """Return the route of a pass, with the marks of its rows."""
         at = self._way(number, routes)
         return at if (marks := routes["marks"]) is None else replace(at, marks=replace(
             marks, window=at.enter(marks.window), noise=jax.tree.map(at.weights, marks.noise)))
 
-    def _way(self, number: jax.Array | int, routes: dict[str, Any]) -> "_Route":
+    def _way(self, number: jax.Array | int, routes: Routes) -> "_Route":
         """Return the route of a pass."""
         order_A, place_NK = routes["order_A"], routes["place_NK"]
         if not self.axis:

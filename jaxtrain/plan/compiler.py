@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -24,6 +24,9 @@ from jaxtrain.run import Run, abstract_model
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.train_step import compiler_options
 from jaxtrain.train_step.report import in_hosts, total
+
+if TYPE_CHECKING:
+    from jax.experimental import topologies
 
 # The compiler's description of a chip, in the text form of XLA's GpuTargetConfigProto.
 _GPU = """gpu_device_info {{
@@ -168,7 +171,7 @@ def devices_of(target: Target, count: int) -> list[jax.Device]:
     return devices
 
 
-def _slice(target: Target, count: int) -> Any:
+def _slice(target: Target, count: int) -> "topologies.TopologyDescription":
     """Return the compiler's description of a slice of TPUs with so many devices."""
     from jax.experimental import topologies
 

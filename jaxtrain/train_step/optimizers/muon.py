@@ -16,15 +16,8 @@ from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import mesh_context
 from jaxtrain.train_step.optimizers import mup
-from jaxtrain.train_step.optimizers.matrices import (
-    Dimensions,
-    Home,
-    as_stack,
-    by_path,
-    from_stack,
-    is_matrix,
-    map_names,
-)
+from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path, is_matrix, map_names
+from jaxtrain.train_step.optimizers.matrix_homes import Home, as_stack, from_stack
 from jaxtrain.train_step.optimizers.newton_schulz import orthogonalized
 from jaxtrain.train_step.optimizers.optimizer_parts import Growth, OptimizerParts, rules
 

@@ -14,7 +14,8 @@ from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.sharding import mesh_context
 from jaxtrain.sharding.axis_rules import axes_of
 from jaxtrain.train_step.optimizers import newton_schulz
-from jaxtrain.train_step.optimizers.matrices import Dimensions, Home
+from jaxtrain.train_step.optimizers.matrices import Dimensions
+from jaxtrain.train_step.optimizers.matrix_homes import Home
 from jaxtrain.train_step.optimizers.muon import muon_dimensions
 from jaxtrain.train_step.state import Layout, TrainState
 

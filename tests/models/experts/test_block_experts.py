@@ -41,7 +41,7 @@ class Plain:
         self.bits_R = None if bits_NK is None else jnp.asarray(bits_NK.reshape(-1, 1))
 
     def noise(self, name, a_R):
-        """Of each row and feature."""
+        """The numbers of each row and feature."""
         if self.kind == "mxfp8" or self.bits_R is None:
             return None
         return np.asarray(Noise(self.bits_R, "blocks/experts")(name, jnp.asarray(a_R)[:, None]))[:, 0]
@@ -57,7 +57,7 @@ class Plain:
         return np.stack([dense.nv_tiles(w, np.abs(w_E).max()) for w in w_E])
 
     def tokens(self, a_R, noise=None):
-        """Of each expert, all tokens, rounded along them; those that it does not have are zeros."""
+        """All tokens of each expert, rounded along them; those that it does not have are zeros."""
         found = []
         for e in range(E):
             mine = self.expert == e
