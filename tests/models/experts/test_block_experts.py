@@ -1,6 +1,8 @@
 """Routed experts in MXFP8 and NVFP4: products of independently rounded factors, and the same on any mesh."""
 
 import functools
+import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +10,18 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxtrain as jt
 from jaxtrain.errors import UserError
+from jaxtrain.models import training_noise
 from jaxtrain.models.training_noise import Noise
 from jaxtrain.parallel import expert_blocks
 from jaxtrain.parallel.experts import through_experts
 from jaxtrain.run.slow_kernels import sentences
+from jaxtrain.sharding import axis_rules, mesh_context, products
 from jaxtrain.train_step import precision
+from jaxtrain.train_step.state import Skeleton
 from tests.kernels.test_slow_paths import run_of
+from tests.models.experts import test_moe as moe
 from tests.models.experts.test_moe import emulated
 from tests.numerics import reference
 from tests.sharding import test_block_products as dense
@@ -112,6 +119,56 @@ def test_all_nine_products_are_those_of_rounded_factors(kind, random):
         np.testing.assert_allclose(got, want, atol=(0.01 if kind == "mxfp8" else 0.04) * np.abs(want).max(),
                                    err_msg=name)
     assert np.abs(pull(jnp.asarray(dy))[2][E - 1]).max() == 0  # of no token
+
+
+def layer_gradients(module, kind):
+    """Value, totals and gradients of a layer, with random bits for its tokens."""
+    def run(bits, *arguments):
+        with training_noise.of({training_noise.BITS: bits}), products.in_precision(kind):
+            return moe.gradients(module)(*arguments)
+    return jax.jit(run)
+
+
+@functools.cache
+def layer_alone(kind):
+    module = Skeleton.of(moe.layer(LAYER))
+    return jax.device_get(layer_gradients(module, kind)(LAYER_BITS, moe.initial(module), *moe.inputs()))
+
+
+LAYER = reference.tiny("mixtral", model__expert_mlp_dim=32).model
+LAYER_BITS = np.random.default_rng(1).integers(0, 2**32, (moe.ROWS, moe.SEQ), np.uint32)
+
+
+@pytest.mark.parametrize(("kind", "exchange", "sizes"), [
+    pytest.param(*case, marks=SLOW if n < 2 else EXHAUSTIVE) for n, case in enumerate((
+        ("nvfp4", "gather", dict(expert=2, tensor=2, fsdp=2)), ("nvfp4", "ragged", dict(expert=4, fsdp=2)),
+        ("mxfp8", "ragged", dict(expert=4, fsdp=2)), ("mxfp8", "gather", dict(expert=8))))], ids=str)
+def test_a_layer_on_any_mesh_has_the_numbers_of_one_device(kind, exchange, sizes, monkeypatch):
+    """Rows cross to their experts with their windows and random bits."""
+    monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
+    want, module = layer_alone(kind), Skeleton.of(moe.layer(LAYER, exchange, 0.0))
+    rules, mesh = axis_rules.rules(), jt.make_mesh(**sizes)
+    with mesh_context.use(mesh, rules):
+        bits = jax.device_put(LAYER_BITS, axis_rules.parameter_sharding(
+            ("batch", "seq"), LAYER_BITS.shape, rules, mesh, "bits"))
+        found = layer_gradients(module, kind)(bits, *moe.placed(module, mesh, rules))
+        moe.close(moe.in_order(found, mesh), want)
+
+
+@pytest.mark.parametrize("kind", dense.KINDS)
+def test_a_block_of_rows_is_what_an_expert_has_of_a_window(kind):
+    """Rows of other experts and windows are so much larger that these would vanish in one block with them."""
+    experts, window = np.repeat([0, 1], 24), np.tile(np.repeat([0, 1], 12), 2)
+    rows = np.random.default_rng(0).standard_normal((48, 8)).astype(np.float32) * np.exp2(
+        -6.0 * (2 * experts + window)).astype(np.float32)[:, None]
+    at = SimpleNamespace(experts=jnp.asarray(experts), marks=expert_blocks.Marks(jnp.asarray(window)))
+    found = expert_blocks._along_rows(jnp.asarray(rows), expert_blocks._blocks(at), kind)
+    for e, w in itertools.product(range(2), range(2)):
+        mine = rows[(experts == e) & (window == w)]
+        one = np.pad(mine, ((0, 20 if kind == "mxfp8" else 4), (0, 0)))
+        want = dense.mx(one, 0) if kind == "mxfp8" else dense.nv_along(one, 0, most=np.abs(rows).max())
+        got = found.values[(experts == e) & (window == w)] * (1 if found.scale is None else found.scale)
+        np.testing.assert_allclose(got, want[:12], rtol=1e-6)
 
 
 WIDE = dense.WIDE | dict(model__expert_mlp_dim=64, train__expert_buffer=0.0)

@@ -11,9 +11,13 @@ import numpy as np
 import optax
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.errors import UserError
+from jaxtrain.sharding import axis_rules, mesh_context
 from jaxtrain.train_step.optimizers import make_optimizer, newton_schulz
+from jaxtrain.train_step.optimizers.matrices import Dimensions
+from jaxtrain.train_step.optimizers.matrix_homes import Home, as_stack, from_stack
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
 from tests.train_step.optimizers import muon_truth
@@ -127,9 +131,9 @@ def test_stacks_of_one_shape_share_rounds():
     assert "tensor<2x4x6x10xf32>" in text and text.count("stablehlo.while") == 2, "a loop for each shape"
 
 
-def losses(mesh, family="llama", **keys):
+def losses(mesh, **keys):
     sizes = {f"mesh__{axis}": size for axis, size in mesh.items()}
-    run = reference.build(family, optimizer__name="muon", optimizer__learning_rate=1e-2, optimizer__warmup_steps=0,
+    run = reference.build("llama", optimizer__name="muon", optimizer__learning_rate=1e-2, optimizer__warmup_steps=0,
                           model__num_layers=3, **sizes, **keys)
     state, step, found = run.init(), reference.compiled(run), []
     for n in range(3):
@@ -147,18 +151,37 @@ def test_options_on_a_mesh_are_those_of_one_device(mesh, stage):
     np.testing.assert_allclose(losses(mesh, optimizer__zero_stage=stage, **keys), losses({}, **keys), rtol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [*slow({"fsdp": 4, "expert": 2}), *exhaustive(
-    {"expert": 2, "tensor": 2, "stage": 2}, {"data": 2, "expert": 2, "fsdp": 2})])
-def test_experts_are_updated_where_they_lie(mesh):
-    """Six matrices a group of devices, of which each has one or several experts."""
-    keys = dict(model__experts_per_token=8)  # so that no token changes its expert
-    np.testing.assert_allclose(losses(mesh, "mixtral", **keys), losses({}, "mixtral", **keys), rtol=1e-5)
+@pytest.mark.parametrize(("experts", "exchanged"), [(8, set()), (4, {"all-to-all", "all-reduce"})])
+def test_experts_are_made_orthogonal_where_they_lie(experts, exchanged):
+    """Eight have a device each; of four, `fsdp` splits the rows, and their layers are exchanged over it alone."""
+    names, shape = ("layers", "experts", "expert_embed", "expert_mlp"), (4, experts, 8, 16)
+    rules, own = axis_rules.rules(), Dimensions.of(names)
+    explicit = jt.make_mesh(fsdp=4, expert=2)
+    mesh = jax.sharding.Mesh(explicit.devices, explicit.axis_names, axis_types=(jax.sharding.AxisType.Auto,) * len(
+        explicit.axis_names))
+    x = np.float32(np.random.default_rng(0).normal(size=shape))
+    at = jax.sharding.NamedSharding(mesh, axis_rules.at_rest(names, shape, rules, mesh))
+
+    def turned(x):
+        home = Home.of(names, shape, own)
+        (found,) = newton_schulz.orthogonalized([as_stack(x, own, home)], 1e-8, jnp.float32, [home.axes])
+        return from_stack(found, own, home, shape)
+
+    with mesh_context.use(mesh, rules):
+        made = jax.jit(turned, out_shardings=at).lower(jax.device_put(x, at)).compile()
+        found = made(jax.device_put(x, at))
+    assert set(re.findall(rf" ({'|'.join(KINDS)})\(", made.as_text())) == exchanged
+    want = [plain_newton_schulz(one) for one in np.float64(x).reshape(-1, 8, 16)]
+    np.testing.assert_allclose(found, np.reshape(want, shape), atol=1e-5)
 
 
-def collectives(steps, monkeypatch, family="llama", **keys):
+KINDS = ("all-gather", "all-to-all", "all-reduce", "reduce-scatter", "collective-permute")
+
+
+def collectives(steps, monkeypatch, **keys):
     monkeypatch.setattr(newton_schulz, "STEPS", steps)
-    text = reference.compiled(reference.build(family, optimizer__name="muon", model__num_layers=4, **keys)).as_text()
-    kinds = r" (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)\("
+    text = reference.compiled(reference.build("llama", optimizer__name="muon", model__num_layers=4, **keys)).as_text()
+    kinds = rf" ({'|'.join(KINDS)})\("
     return collections.Counter(found[1] for line in text.splitlines()
                                if "optimizer" in line and (found := re.search(kinds, line)))
 
