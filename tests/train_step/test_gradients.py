@@ -60,14 +60,3 @@ def test_gradients_of_complex_parameters_keep_their_imaginary_part(accumulation,
     state, metrics = step(step.init(lambda: jax.tree.map(jnp.asarray, params)), batch)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=2e-3)
     np.testing.assert_allclose(params["w"] - jax.device_get(state.params["w"]), want / 2, atol=1e-3 * norm)
-
-
-@pytest.mark.parametrize("method", ["exact", "int8"])
-def test_gradients_of_complex_parameters_cross_a_slow_axis_whole(method):
-    params, batch = complex_parts()
-    want = np.asarray(jax.grad(complex_loss)(params, batch)["w"])
-    run = jt.build(jt.make_config({"optimizer": {"clip_norm": 0.0}, "mesh": {"data": 2}, "compression": {
-        "method": method}}), model=lambda: jax.tree.map(jnp.asarray, params), loss_fn=complex_loss,
-        optimizer=optax.sgd(1.0), data=jt.BatchFunction(lambda step: batch), devices=jax.devices()[:2])
-    state = run.step(run.init(), run.batch(0))[0]
-    np.testing.assert_allclose(params["w"] - jax.device_get(state.params["w"]), want, atol=1e-5)

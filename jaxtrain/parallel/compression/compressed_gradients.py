@@ -29,7 +29,6 @@ from jaxtrain.parallel.compression import codecs, exchange
 from jaxtrain.sharding import activations, axis_rules
 from jaxtrain.sharding.axis_rules import AnyMesh, Rules, Shardings
 from jaxtrain.train_step.gradients import LossSums, StateGradient
-from jaxtrain.train_step.precision import wide
 from jaxtrain.train_step.state import Layout, Params, TrainState
 
 NAME = "compression"  # in a state's extras
@@ -100,8 +99,7 @@ class CompressedGradients:
             entries = (*where.spec, *(None,) * (len(leaf.shape) - len(where.spec)))
             shape = tuple(size // axis_rules.shards(entry, self.layout.mesh)
                           for size, entry in zip(leaf.shape, entries, strict=True))
-            exact = rule or jnp.issubdtype(leaf.dtype, jnp.complexfloating)  # codecs are of real numbers
-            found.append((codecs.for_parameter("exact" if exact else c.method, settings, axes, shape), shape))
+            found.append((codecs.for_parameter("exact" if rule else c.method, settings, axes, shape), shape))
         return found
 
     # ---------------------------------------------------------------------------------------------- what is remembered
@@ -171,7 +169,7 @@ class CompressedGradients:
         def add(sums, grads):
             whole = self._whole(jax.tree.map(lambda x: x[0], sums))
             share = sums[1][0] / jnp.maximum(whole[1], 1e-8)
-            return whole, jax.tree.map(lambda g, where: self._sum(g[0].astype(wide(g)) * share, where.spec), grads,
+            return whole, jax.tree.map(lambda g, where: self._sum(g[0].astype(jnp.float32) * share, where.spec), grads,
                                        self.layout.gradients)
 
         def of_state(state: TrainState, batch: PyTree) -> tuple[LossSums, Params]:
@@ -196,7 +194,7 @@ class CompressedGradients:
         """Return, on one device, the sums of all peers, the mean gradient by weight, and the state to be kept."""
         whole = self._whole(sums)
         share = sums[1] / jnp.maximum(whole[1], 1e-8)
-        given = [g.astype(wide(g)) * share for g in jax.tree.leaves(grads)]
+        given = [g.astype(jnp.float32) * share for g in jax.tree.leaves(grads)]
         states = [{key: x[0] for key, x in state.items()}
                   for state in jax.tree.structure(grads).flatten_up_to(remembered)]
         found, after = exchange.all_reduce([codec for codec, _ in self.parts], given, states, self.axis)
