@@ -217,6 +217,7 @@ class TrainConfig:
     # layers at the start of each stack whose matmuls stay in bfloat16 with fp8, mxfp8 and nvfp4
     layers_at_start_in_bf16: int = at_most(0, 10_000, least=0)
     layers_at_end_in_bf16: int = at_most(0, 10_000, least=0)  # likewise at the end
+    experts_in_bf16: bool = False  # whether the matmuls of routed experts stay in bfloat16 with these precisions
     objective: str = ""  # the objective; "": that of the family, of preference.loss or of rl.prompts
     # attention kernel; auto: chosen by device, dtype and shapes (docs/training.md)
     attention: str = choice("auto", "auto", "xla", "cudnn", "mosaic", "triton", "splash")

@@ -46,47 +46,63 @@ def grouped_matmul(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Arra
             not take those, products of the same values in this dtype are computed.
     """
     filled = min(filled or len(rows_RK), len(rows_RK))
-    if _in_8_bits(backend, rows_RK, weights_GKN):
+    if _in_8_bits(backend, rows_RK, *weights_GKN.shape[1:]):
         return _product(("mosaic", filled), rows_RK, weights_GKN.swapaxes(1, 2), sizes_G, True, dtype)
     rows_RK, weights_GKN = _wide(dtype, rows_RK, weights_GKN)
-    backend = _backend(backend, rows_RK, weights_GKN)
+    backend = _backend(backend, rows_RK, *weights_GKN.shape[1:])
     if backend == "xla":
         return lax.ragged_dot(rows_RK, weights_GKN, sizes_G)
     return _by_kernels((backend, filled), rows_RK, weights_GKN, sizes_G)
 
 
+def gradient_by_rows(weights_GKN: jax.Array, sizes_G: jax.Array, dy_RN: jax.Array, *, backend: str = "auto",
+                     filled: int | None = None, dtype: DTypeLike | None = None) -> jax.Array:
+    """Return the gradient of a grouped matmul by rows, for backward passes that are written by hand."""
+    filled = min(filled or len(dy_RN), len(dy_RN))
+    if _in_8_bits(backend, dy_RN, *weights_GKN.shape[1:]):
+        return _product(("mosaic", filled), dy_RN, weights_GKN, sizes_G, True, dtype)
+    weights_GKN, dy_RN = _wide(dtype, weights_GKN, dy_RN)
+    if (backend := _backend(backend, dy_RN, *weights_GKN.shape[1:])) != "xla":
+        return _product((backend, filled), dy_RN, weights_GKN, sizes_G, True)
+    numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    return lax.ragged_dot_general(dy_RN, weights_GKN, sizes_G, numbers)
+
+
+def gradient_by_weights(rows_RK: jax.Array, sizes_G: jax.Array, dy_RN: jax.Array, *, backend: str = "auto",
+                        filled: int | None = None, dtype: DTypeLike | None = None) -> jax.Array:
+    """Return the gradient of a grouped matmul by weights, likewise."""
+    filled = min(filled or len(rows_RK), len(rows_RK))
+    if _in_8_bits(backend, rows_RK, rows_RK.shape[1], dy_RN.shape[1]):
+        return _products_of_groups(("mosaic", filled), rows_RK.T, dy_RN.T, sizes_G, True, dtype)
+    rows_RK, dy_RN = _wide(dtype, rows_RK, dy_RN)
+    if (backend := _backend(backend, rows_RK, rows_RK.shape[1], dy_RN.shape[1])) != "xla":
+        return _products_of_groups((backend, filled), rows_RK, dy_RN, sizes_G, False)
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    return lax.ragged_dot_general(rows_RK, dy_RN, sizes_G, numbers)
+
+
 def grouped_matmul_gradients(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, dy_RN: jax.Array, *,
                              backend: str = "auto", filled: int | None = None,
                              dtype: DTypeLike | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of a grouped matmul by rows and weights, for backward passes that are written by hand."""
-    filled = min(filled or len(rows_RK), len(rows_RK))
-    if _in_8_bits(backend, rows_RK, weights_GKN):
-        return (_product(("mosaic", filled), dy_RN, weights_GKN, sizes_G, True, dtype),
-                _products_of_groups(("mosaic", filled), rows_RK.T, dy_RN.T, sizes_G, True, dtype))
-    rows_RK, weights_GKN, dy_RN = _wide(dtype, rows_RK, weights_GKN, dy_RN)
-    backend = _backend(backend, rows_RK, weights_GKN)
-    if backend != "xla":
-        return _backward((backend, filled), (rows_RK, weights_GKN, sizes_G), dy_RN)[:2]
-    by_rows = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-    by_weights = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-    return (lax.ragged_dot_general(dy_RN, weights_GKN, sizes_G, by_rows),
-            lax.ragged_dot_general(rows_RK, dy_RN, sizes_G, by_weights))
+    """Return both gradients."""
+    return (gradient_by_rows(weights_GKN, sizes_G, dy_RN, backend=backend, filled=filled, dtype=dtype),
+            gradient_by_weights(rows_RK, sizes_G, dy_RN, backend=backend, filled=filled, dtype=dtype))
 
 
-def _in_8_bits(asked: str, rows_RK: jax.Array, weights_GKN: jax.Array) -> bool:
+def _in_8_bits(asked: str, rows: jax.Array, *dimensions: int) -> bool:
     """Return whether the kernels multiply these 8-bit floats as they are."""
-    return rows_RK.dtype.itemsize == 1 and _backend(asked, rows_RK, weights_GKN) == "mosaic" and all(
-        size % BYTES == 0 for size in weights_GKN.shape[1:])
+    return rows.dtype.itemsize == 1 and _backend(asked, rows, *dimensions) == "mosaic" and all(
+        size % BYTES == 0 for size in dimensions)
 
 
 def _wide(dtype: DTypeLike | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return arrays if dtype is None else tuple(a.astype(dtype) for a in arrays)
 
 
-def _backend(asked: str, rows_RK: jax.Array, weights_GKN: jax.Array) -> str:
+def _backend(asked: str, rows: jax.Array, *dimensions: int) -> str:
     mesh = jax.sharding.get_abstract_mesh()
     split = any(size > 1 and axis not in mesh.manual_axes for axis, size in mesh.shape.items())  # by the compiler
-    return choose_backend("xla" if split else asked, rows_RK.dtype, len(rows_RK), *weights_GKN.shape[1:])
+    return choose_backend("xla" if split else asked, rows.dtype, len(rows), *dimensions)
 
 
 def choose_backend(asked: str, dtype: jnp.dtype, rows: int, *dimensions: int) -> str:

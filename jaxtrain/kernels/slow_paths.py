@@ -73,6 +73,14 @@ def precision(kind: str) -> str:
                             "bfloat16, which takes longer than train.precision=bfloat16")
 
 
+def narrow_experts(kind: str) -> str:
+    """Return that products of routed experts in blocks have no kernel, where those of other layers have one; or ""."""
+    if kind not in BLOCKS or precision(kind) or mesh_context.platform() not in GPUS:
+        return ""
+    return (f"routed experts in train.precision={kind} have no kernel here: numbers are rounded to it and multiplied "
+            "in bfloat16; train.experts_in_bf16=true leaves out the rounding, and its time")
+
+
 def usual(platform: str) -> list[str]:
     """Return the sentences for packed rows and experts of a usual size; `platform` as `mesh_context.use` takes it."""
     half = jnp.dtype(jnp.bfloat16)

@@ -35,7 +35,7 @@ from jaxtrain.errors import UserError, nearest
 from jaxtrain.models import training_noise
 from jaxtrain.models.experts.moe import MATRICES, MoE
 from jaxtrain.models.layers import Linear, param
-from jaxtrain.parallel.experts import Adapted
+from jaxtrain.parallel.expert_matrices import Adapted
 from jaxtrain.sharding import activations
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Params

@@ -93,9 +93,13 @@ class Noise:
     def __call__(self, name: str, like: jax.Array) -> jax.Array:
         """Return a number in [0, 1) for each feature of each token of an array, others for each name."""
         bits_BT, spec = self.bits_BT, jax.typeof(like).sharding.spec
-        if activations.activation_spec() is not None:
+        if activations.activation_spec() is not None and spec.partitions[:2] != jax.typeof(bits_BT).sharding.spec:
             bits_BT = jax.reshard(bits_BT, P(*spec.partitions[:2]))
         return _uniform(bits_BT, f"{self.name} {name}", like)
+
+    def of_choices(self, count: int) -> "Noise":
+        """Return those of each of so many experts of a token, as bits [rows, tokens, experts]."""
+        return Noise(self.bits_BT[..., None] ^ _hash(jnp.arange(1, count + 1, dtype=jnp.uint32)), self.name)
 
 
 def of_layer(name: str) -> Noise | None:

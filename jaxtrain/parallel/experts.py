@@ -17,7 +17,7 @@ tokens to experts, R rows of a buffer, P devices that exchange.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,18 +27,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.base.narrow_formats import BLOCKS
 from jaxtrain.config.model_config import Experts, ModelConfig
 from jaxtrain.config.schema import TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import swiglu
-from jaxtrain.kernels.grouped_matmul import (
-    DIMENSION,
-    ROWS,
-    choose_backend,
-    grouped_matmul,
-    grouped_matmul_gradients,
-)
+from jaxtrain.kernels.grouped_matmul import ROWS, choose_backend
+from jaxtrain.parallel.expert_matrices import Weight
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
+from jaxtrain.parallel.expert_products import gradients, product
 from jaxtrain.sharding import activations, axis_rules, mesh_context, products
 from jaxtrain.sharding.products import Factor, Rounded
 from jaxtrain.train_step import precision
@@ -46,18 +43,7 @@ from jaxtrain.train_step import precision
 Activation = Callable[..., jax.Array]  # of gate and up, or of up alone
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Adapted:
-    """The matrices of experts with an adapter each: a row times weight + scale x down up."""
-
-    weight: Factor
-    down: jax.Array
-    up: jax.Array
-    scale: float = field(metadata={"static": True})
-
-
-Weight = Factor | Adapted
+Routes = dict[str, Any]  # what passes read: where rows go, and the marks of tokens
 OVERFLOW = "experts_overflow"  # scope of the passes that an even load does not need
 
 
@@ -69,7 +55,13 @@ def check(model: ModelConfig, train: TrainConfig, mesh: axis_rules.AnyMesh, rule
         raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
     with mesh_context.use(mesh, rules, platform):
         if model.experts.num:
-            width = model.experts.mlp_dim // axis_rules.shards(rules["act_expert_mlp"], mesh)
+            parts = axis_rules.shards(rules["act_expert_mlp"], mesh)
+            width = model.experts.mlp_dim // parts
+            block = 0 if train.experts_in_bf16 else BLOCKS.get(train.precision, 0)
+            if block and parts > 1 and width % block:
+                raise UserError("train.precision", f"{train.precision} has blocks of {block} numbers, and a device has "
+                                f"{width} of the {model.experts.mlp_dim} features within an expert",
+                                "lower mesh.tensor, or set train.experts_in_bf16=true")
             choose_backend(train.grouped_matmul, dtype, 0, model.experts.latent_dim or model.embed_dim, width)
 
 
@@ -90,12 +82,14 @@ def masks(model: ModelConfig, train: TrainConfig, mesh: Mapping[str, int], platf
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,
                     gate_LDF: Weight | None, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...] = (), *,
                     axis: tuple[str, ...] = (), options: ExpertOptions = DEFAULT, limit: int | None = None,
-                    activation: Activation = swiglu, weighted_inputs: bool = False) -> jax.Array:
+                    activation: Activation = swiglu, weighted_inputs: bool = False,
+                    marks: PyTree = None) -> jax.Array:
     """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other.
 
     `biases` are those [L, F] of the gate and of up, if there are any. Without a gate, `activation` is of up alone. With
     `weighted_inputs`, weights multiply what experts are given, and their results are only added. With weights in 8 bits
-    all products are in fp8 (sharding/products.py), and tokens are sent so.
+    all products are in fp8 (sharding/products.py), and tokens are sent so. `marks` (parallel/expert_blocks.py) go with
+    weights that are rounded in blocks.
     """
     n, held = (lax.axis_size(axis) if axis else 1), len(jax.tree.leaves(up_LDF)[0])
     tokens, choices = experts_NK.shape
@@ -108,13 +102,13 @@ def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Arra
     p = _Passes(how, rows, worst, axis if way == "ragged" else (), held,
                 partial(_of_halves, activation) if joined else activation, weighted_inputs, joined)
     send = partial(lax.all_gather, axis_name=axis, tiled=True) if way == "gather" else lambda a: a
-    x = Rounded(*products.sent(x_ND, send), x_ND.dtype) if products.is_fp8() else send(x_ND)
-    experts_NK, weights_NK = send(experts_NK), send(weights_NK)
+    x = Rounded(*products.sent(x_ND, send), x_ND.dtype) if options.narrow() == products.FP8 else send(x_ND)
+    experts_NK, weights_NK, marks = jax.tree.map(send, (experts_NK, weights_NK, marks))
     if way == "gather":
         x = _named("experts", x)
         experts_NK = experts_NK - lax.axis_index(axis) * held
         experts_NK = jnp.where((experts_NK >= 0) & (experts_NK < held), experts_NK, held)
-    y_ND = _in_passes(p, p.routes(experts_NK), x, weights_NK, gate_LDF, up_LDF, down_LFD, biases)
+    y_ND = _in_passes(p, p.routes(experts_NK) | {"marks": marks}, x, weights_NK, gate_LDF, up_LDF, down_LFD, biases)
     return lax.psum_scatter(y_ND, axis, tiled=True) if way == "gather" else y_ND
 
 
@@ -124,7 +118,7 @@ def _pays_to_join(rows: int, gate_LDF: Weight | None, up_LDF: Weight) -> bool:
     That saves four passes over the rows; to join the matrices takes two over them, forward and in the backward pass.
     """
     if not isinstance(gate_LDF, jax.Array) or not isinstance(up_LDF, jax.Array):
-        return False  # those in 8 bits have a scale each, and adapters
+        return False  # those in narrow formats have scales of their own, and adapters
     held, _, width = gate_LDF.shape
     return rows > 2 * held * width
 
@@ -189,7 +183,7 @@ class _Passes:
     def _mine(self, sizes_PE: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(sizes_PE, lax.axis_index(self.axis) * self.held, self.held, 1)
 
-    def forward(self, number: jax.Array | int, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
+    def forward(self, number: jax.Array | int, routes: Routes, x_ND: Factor, weights_NK: jax.Array,
                 gate_LDF: Weight | None, up_LDF: Weight, down_LFD: Weight,
                 biases: tuple[jax.Array, ...]) -> tuple[jax.Array, "_Kept"]:
         """Return each token's sum over those of its experts that compute in this pass, and what `backward` reads."""
@@ -201,9 +195,9 @@ class _Passes:
         both_RF = _named("expert_mlp", both_RF)
         # What was sent is not sent again.
         kept = _Kept(_named("experts", token_RD) if self.axis else None, weights_R, both_RF)
-        return at.leave(self.product(act_RF, down_LFD, at.sizes)), kept
+        return at.leave(product(self.how, act_RF, down_LFD, at)), kept
 
-    def backward(self, number: jax.Array | int, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
+    def backward(self, number: jax.Array | int, routes: Routes, x_ND: Factor, weights_NK: jax.Array,
                  gate_LDF: Weight | None, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...],
                  dy_ND: Factor, kept: "_Kept | None" = None) -> tuple[PyTree, ...]:
         """Return the gradients of all arrays by `forward`, which is not computed again where it `kept` something."""
@@ -213,12 +207,12 @@ class _Passes:
         x_RD = self._given(token_RD, weights_R)
         both_RF = kept.both_RF or self._both(at, x_RD, gate_LDF, up_LDF, biases)
         act_RF, back = jax.vjp(self._weighted, *both_RF, weights_R)
-        dact_RF, ddown_LFD = self.gradients(act_RF, down_LFD, at.sizes, at.enter(dy_ND))
+        dact_RF, ddown_LFD = gradients(self.how, act_RF, down_LFD, at, at.enter(dy_ND))
         *dboth_RF, dweights_R = back(dact_RF)
         dgate_LDF, dx_RD = None, None
         if gate_LDF is not None:
-            dx_RD, dgate_LDF = self.gradients(x_RD, gate_LDF, at.sizes, dboth_RF[0])
-        more_RD, dup_LDF = self.gradients(x_RD, up_LDF, at.sizes, dboth_RF[-1])
+            dx_RD, dgate_LDF = gradients(self.how, x_RD, gate_LDF, at, dboth_RF[0])
+        more_RD, dup_LDF = gradients(self.how, x_RD, up_LDF, at, dboth_RF[-1])
         dbiases = tuple(at.by_expert(d_RF).astype(b.dtype) for d_RF, b in zip(dboth_RF, biases, strict=False))
         dx_RD = more_RD if dx_RD is None else dx_RD + more_RD
         if self.weighted_inputs:
@@ -226,46 +220,10 @@ class _Passes:
         dx_ND = products.gradient_of(x_ND, at.leave(dx_RD))
         return dx_ND, at.weights_back(dweights_R), dgate_LDF, dup_LDF, ddown_LFD, dbiases
 
-    def product(self, x_RK: Factor, weight_LKN: Weight, sizes_L: jax.Array) -> jax.Array:
-        """Return each row times the matrix of its expert."""
-        if isinstance(weight_LKN, Rounded):
-            x_RK = products.rounded(x_RK, products.FORWARD)
-            y_RN = grouped_matmul(x_RK.values, weight_LKN.values, sizes_L, dtype=x_RK.dtype, **self.how)
-            return products.scaled(y_RN, x_RK, weight_LKN)
-        if not isinstance(weight_LKN, Adapted):
-            return grouped_matmul(products.plain(x_RK), weight_LKN, sizes_L, **self.how)
-        y_RN, (down, up) = self.product(x_RK, weight_LKN.weight, sizes_L), self._narrow(weight_LKN)
-        return y_RN + self.product(self.product(x_RK, down, sizes_L), up, sizes_L) * weight_LKN.scale
-
-    def gradients(self, x_RK: Factor, weight_LKN: Weight, sizes_L: jax.Array,
-                  dy_RN: Factor) -> tuple[jax.Array, Any]:
-        """Return the gradients of a product by rows and weights."""
-        if isinstance(weight_LKN, Rounded):
-            x_RK, dy_RN = products.rounded(x_RK, products.FORWARD), products.rounded(dy_RN, products.BACKWARD)
-            dx_RK, dweight_LKN = grouped_matmul_gradients(x_RK.values, weight_LKN.values, sizes_L, dy_RN.values,
-                                                          dtype=x_RK.dtype, **self.how)
-            return (products.scaled(dx_RK, weight_LKN, dy_RN),
-                    products.gradient_of(weight_LKN, products.scaled(dweight_LKN, x_RK, dy_RN)))
-        if not isinstance(weight_LKN, Adapted):
-            x_RK, dy_RN = products.plain(x_RK), products.plain(dy_RN)
-            return grouped_matmul_gradients(x_RK, weight_LKN, sizes_L, dy_RN, **self.how)
-        dx_RK, dweight = self.gradients(x_RK, weight_LKN.weight, sizes_L, dy_RN)
-        down, up = self._narrow(weight_LKN)
-        inner, dup = self.gradients(self.product(x_RK, down, sizes_L), up, sizes_L,
-                                    products.plain(dy_RN) * weight_LKN.scale)
-        more_RK, ddown = self.gradients(x_RK, down, sizes_L, inner)
-        rank = weight_LKN.down.shape[-1]
-        return dx_RK + more_RK, Adapted(dweight, ddown[..., :rank], dup[:, :rank], weight_LKN.scale)
-
-    def _narrow(self, weight: Adapted) -> tuple[jax.Array, jax.Array]:
-        """Return both matrices of an adapter, with zeros up to a rank that the kernels of GPUs take."""
-        more = -weight.down.shape[-1] % DIMENSION if mesh_context.platform() == "gpu" else 0
-        return jnp.pad(weight.down, ((0, 0), (0, 0), (0, more))), jnp.pad(weight.up, ((0, 0), (0, more), (0, 0)))
-
     def _both(self, at: "_Route", x_RD: Factor, gate_LDF: Weight | None, up_LDF: Weight,
               biases: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Return the gate, if there is one, and up of each row, with their biases."""
-        both_RF = [self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF) if w_LDF is not None]
+        both_RF = [product(self.how, x_RD, w_LDF, at) for w_LDF in (gate_LDF, up_LDF) if w_LDF is not None]
         if biases:
             both_RF = [activations.with_bias(a_RF, at.of_expert(bias_LF)) for a_RF, bias_LF in zip(
                 both_RF, biases, strict=True)]
@@ -281,7 +239,13 @@ class _Passes:
         y_RF = self.activation(*made_RF)
         return y_RF if self.weighted_inputs else (y_RF * weights_R[:, None]).astype(made_RF[-1].dtype)
 
-    def _route(self, number: jax.Array | int, routes: dict[str, jax.Array]) -> "_Route":
+    def _route(self, number: jax.Array | int, routes: Routes) -> "_Route":
+        """Return the route of a pass, with the marks of its rows."""
+        at = self._way(number, routes)
+        return at if (marks := routes["marks"]) is None else replace(at, marks=replace(
+            marks, window=at.enter(marks.window), noise=jax.tree.map(at.weights, marks.noise)))
+
+    def _way(self, number: jax.Array | int, routes: Routes) -> "_Route":
         """Return the route of a pass."""
         order_A, place_NK = routes["order_A"], routes["place_NK"]
         if not self.axis:
@@ -352,6 +316,7 @@ class _Route:
     rows: int  # where they arrive
     there: Callable[[jax.Array], jax.Array] = _stay  # to the devices of the experts
     back: Callable[[jax.Array], jax.Array] = _stay
+    marks: Any = None  # of the rows, where products read some
 
     def enter(self, a_ND: Factor) -> Factor:
         """Return the token of each row."""

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -23,6 +24,9 @@ from jaxtrain.run import Run, abstract_model
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.train_step import compiler_options
 from jaxtrain.train_step.report import in_hosts, total
+
+if TYPE_CHECKING:
+    from jax.experimental import topologies
 
 # The compiler's description of a chip, in the text form of XLA's GpuTargetConfigProto.
 _GPU = """gpu_device_info {{
@@ -145,7 +149,7 @@ def devices_of(target: Target, count: int) -> list[jax.Device]:
             # Do not search for a machine with TPUs, nor for another process that uses them.
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-            found = topologies.get_topology_desc(platform="tpu", topology_name=f"{target.name}:{_torus(target, count)}")
+            found = _slice(target, count)
         else:
             node = target.links[0].devices
             described = _GPU.format(**target.chip, bandwidth=int(target.bandwidth), memory=int(target.memory),
@@ -154,6 +158,10 @@ def devices_of(target: Target, count: int) -> list[jax.Device]:
                 platform="cuda", topology_name=target.name, target_config=described,
                 topology=f"1x{max(1, count // node)}x{min(count, node)}")
     except (RuntimeError, ValueError, KeyError) as error:
+        if target.platform == "tpu" and "INVALID_ARGUMENT" in str(error):  # the compiler is there, and knows no such
+            there = " or ".join(map(str, _powers_around(target, count)))
+            raise UserError("--verify", f"{target.name} has no slice of {count} devices",
+                            f"plan for {there or 'a power of two'}") from None
         extra = "aot-tpu" if target.platform == "tpu" else "aot-cuda"
         raise UserError("--verify", f"the compiler for {target.name} is missing ({f'{error}'.splitlines()[0][:100]})",
                         f"{install_extra(extra)} with Python 3.12 or later, and set JAX_PLATFORMS=cpu") from None
@@ -162,6 +170,22 @@ def devices_of(target: Target, count: int) -> list[jax.Device]:
         raise UserError("--verify", f"{target.name} has no slice of {count} devices; the nearest has {len(devices)}",
                         f"plan for {len(devices)}")
     return devices
+
+
+def _slice(target: Target, count: int) -> "topologies.TopologyDescription":
+    """Return the compiler's description of a slice of TPUs with so many devices."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=f"{target.name}:{_torus(target, count)}")
+
+
+def _powers_around(target: Target, count: int) -> list[int]:
+    """Return the powers of two next to a number of devices of which there are slices."""
+    found, least = [], _CORES.get(target.name, 1)
+    for size in (1 << count.bit_length() - 1, 1 << count.bit_length()):
+        with contextlib.suppress(RuntimeError, ValueError):
+            found += [size] if size >= least and _slice(target, size) else []
+    return found
 
 
 _CORES = {"tpu7x": 2}  # of a chip, each of which is a device; of others a chip is one

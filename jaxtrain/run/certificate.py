@@ -21,10 +21,9 @@ from jaxtrain.config.schema import AXES, hash_of
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files, shipped_configs
-from jaxtrain.observe.own_parts import describe, describe_optimizer
+from jaxtrain.observe.own_parts import describe
 from jaxtrain.observe.versions import version_of
 from jaxtrain.run import Run, identity
-from jaxtrain.sharding import mesh_context
 
 FOLDER = "proofs"
 PRECISION, LAYOUTS, STEPS = "float32", 10, 2  # the least that `--require_proof` takes; a second step shows the state
@@ -158,14 +157,10 @@ def _settings_of_parts(run: Run) -> JsonObject:
 
 def _settings_of_optimizer(run: Run) -> JsonObject:
     """Return the description of a user's optimizer, traced for one CPU device, or else of its function."""
-    names = run.mesh.axis_names
-    one = jax.sharding.AbstractMesh((1,) * len(names), names, axis_types=run.mesh.axis_types)
-    optimizer = run.sharded.settings.optimizer
     try:
-        with mesh_context.use(one, run.sharded.rules, "cpu"):
-            found = describe_optimizer(optimizer, run.abstract.params)
+        found = identity.optimizer_on_one_device(run)
     except Exception:  # it needs to know more of the devices than there is to know
-        return describe(optimizer.update)
+        return describe(run.sharded.settings.optimizer.update)
     return {"state": found["state"], "update": [*found["update"].values()]}
 
 

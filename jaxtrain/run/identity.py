@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import jax
+from jax.sharding import AxisType
+
 from jaxtrain.base import plug_ins
 from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.observe.own_parts import describe, describe_data, describe_objective, describe_optimizer
 from jaxtrain.run import Extension, Run, name_of
 from jaxtrain.run.made_of_sections import configured
+from jaxtrain.sharding import mesh_context
 
 
 def settings(run: Run) -> dict[str, JsonObject]:
@@ -22,8 +26,24 @@ def own_parts(run: Run, recorded: JsonMapping) -> JsonObject:
     """
     found = but_optimizer_and_data(run, recorded)
     if run.sharded.settings.schedule is None:
-        found["optimizer"] = describe_optimizer(run.sharded.settings.optimizer, run.abstract.params)
+        found["optimizer"] = _optimizer(run)
     return found if run.data is None else found | {"data": describe_data(run.data)}
+
+
+def _optimizer(run: Run) -> JsonObject:
+    """Return the description of a user's optimizer, traced without a mesh, or, where it needs one, with one device."""
+    try:
+        return describe_optimizer(run.sharded.settings.optimizer, run.abstract.params)
+    except Exception:  # such as a collective of a mesh axis, or a region whose mesh is that of the step
+        return optimizer_on_one_device(run)
+
+
+def optimizer_on_one_device(run: Run) -> JsonObject:
+    """Return the description of a user's optimizer, traced for one CPU device, whose mesh has the axes of the run's."""
+    names = run.mesh.axis_names
+    one = jax.sharding.AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
+    with mesh_context.use(one, run.sharded.rules, "cpu"):
+        return describe_optimizer(run.sharded.settings.optimizer, run.abstract.params)
 
 
 def but_optimizer_and_data(run: Run, recorded: JsonMapping) -> JsonObject:

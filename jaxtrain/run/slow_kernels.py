@@ -29,6 +29,7 @@ def sentences(run: "Run") -> list[str]:
         if experts := model.experts.num:
             width = model.experts.mlp_dim // axis_rules.shards(rules["act_expert_mlp"], mesh)
             held = experts // axis_rules.shards(rules["experts"], mesh)
+            found.append("" if train.experts_in_bf16 else slow_paths.narrow_experts(settings.precision))
             found.append(slow_paths.experts(train.grouped_matmul, dtype, held,
                                             model.experts.latent_dim or model.embed_dim, width))
     return [sentence for sentence in dict.fromkeys(found) if sentence]

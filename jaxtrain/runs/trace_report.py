@@ -179,5 +179,7 @@ def skipped_text(run: TracedRun, batches: Sequence[int], workdir: str) -> str:
     if not batches:
         return "The run skips all batches to come that have it, or has none."
     rows = sum(run.batches.shape(batch)[0] for batch in batches) if run.batches else 0
-    return (f"The run skips {len(batches):,} batches ({rows:,} rows) from now on, which have it: "
+    batches_in_words = f"{len(batches):,} batch{'es' * (len(batches) > 1)}"
+    return (f"The run skips {batches_in_words} ({rows:,} row{'s' * (rows != 1)}) from now on, which "
+            f"ha{'ve' if len(batches) > 1 else 's'} it: "
             f"{', '.join(map(str, batches[:SHOWN]))}{', ...' * (len(batches) > SHOWN)}; {workdir}/{FILE} lists them.")

@@ -39,10 +39,13 @@ class Blocks:
         return self.elements * jnp.where(tiny, 0.5, 1.0) * power
 
 
-def mxfp8(x: jax.Array, axes: tuple[int, ...]) -> Blocks:
-    """Return an array in MXFP8; the scales are the bytes of e8m0, exponents with a bias of 127."""
+def mxfp8(x: jax.Array, axes: tuple[int, ...], peak_bits: jax.Array | None = None) -> Blocks:
+    """Return an array in MXFP8; the scales are the bytes of e8m0, exponents with a bias of 127.
+
+    `peak_bits`: those of the largest magnitude in the block of each element, where blocks are no dimensions.
+    """
     x = x.astype(jnp.float32)
-    bits = _peak_bits(x, axes)
+    bits = _peak_bits(x, axes) if peak_bits is None else peak_bits
     exponent, fraction = (bits >> 23).astype(jnp.int32), bits & 0x7FFFFF
     # 448 is 1.75 x 2^8: a peak with a larger fraction needs one power more.
     byte = jnp.clip(exponent - 8 + (fraction > 0x600000), 0, 254)
@@ -52,7 +55,8 @@ def mxfp8(x: jax.Array, axes: tuple[int, ...]) -> Blocks:
     return Blocks(elements.astype(jnp.float32), byte.astype(jnp.uint8))
 
 
-def nvfp4(x: jax.Array, axes: tuple[int, ...], scale: jax.Array, noise: jax.Array | None = None) -> Blocks:
+def nvfp4(x: jax.Array, axes: tuple[int, ...], scale: jax.Array, noise: jax.Array | None = None,
+          peak_bits: jax.Array | None = None) -> Blocks:
     """Return an array in NVFP4; the scales are e4m3.
 
     Args:
@@ -60,9 +64,10 @@ def nvfp4(x: jax.Array, axes: tuple[int, ...], scale: jax.Array, noise: jax.Arra
         axes: the dimensions within a block.
         scale: the float32 number that `nvfp4_scale` returns.
         noise: numbers in [0, 1) in the shape of `x`, for stochastic rounding; None rounds to the nearest, ties to even.
+        peak_bits: as `mxfp8` takes them.
     """
     x = x.astype(jnp.float32)
-    peak = lax.bitcast_convert_type(_peak_bits(x, axes), jnp.float32)
+    peak = lax.bitcast_convert_type(_peak_bits(x, axes) if peak_bits is None else peak_bits, jnp.float32)
     scales = jnp.clip(peak / E2M1_MOST / scale, 0, E4M3_MOST).astype(jnp.float8_e4m3fn)
     factor = scales.astype(jnp.float32) * scale
     elements = e2m1(jnp.where(factor == 0, 0, x / jnp.where(factor == 0, 1, factor)), noise)
@@ -71,7 +76,12 @@ def nvfp4(x: jax.Array, axes: tuple[int, ...], scale: jax.Array, noise: jax.Arra
 
 def _peak_bits(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Return the bits of the largest magnitude; those of NaN, which some compilers' maximum drops, are the largest."""
-    return lax.bitcast_convert_type(jnp.abs(x), jnp.uint32).max(axes, keepdims=True)
+    return size_bits(x).max(axes, keepdims=True)
+
+
+def size_bits(x: jax.Array) -> jax.Array:
+    """Return the bits of the magnitudes of float32 numbers, which as integers have the same order."""
+    return lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
 
 
 def nvfp4_scale(peak: jax.Array) -> jax.Array:

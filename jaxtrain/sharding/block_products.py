@@ -29,8 +29,8 @@ def output(product: Product, x: jax.Array, weight: jax.Array, kind: str) -> jax.
     """Return the output of a product in the format `kind`."""
     if (unit := block_units.of(product, x, weight, kind)) is not None:
         return unit.output(x, weight)
-    one, other = _along(x, (LEAD, x.ndim), kind), _weight(weight, x, kind, of_output=False)
-    return _scaled(product(one.values, other.values), one, other)
+    one, other = along(x, (LEAD, x.ndim), kind), weight_along(weight, (0, x.ndim - LEAD), kind, of_output=False)
+    return times_scales(product(one.values, other.values), one, other)
 
 
 def input_gradient(product: Product, x: Abstract, weight: jax.Array, dy: jax.Array, kind: str,
@@ -38,9 +38,10 @@ def input_gradient(product: Product, x: Abstract, weight: jax.Array, dy: jax.Arr
     """Return the gradient with respect to the input, of which only the shape is read."""
     if (unit := block_units.of(product, x, weight, kind)) is not None:
         return unit.input_gradient(weight, dy, noise)
-    one, other = _along(dy, (LEAD, dy.ndim), kind, noise, "input"), _weight(weight, x, kind, of_output=True)
+    one = along(dy, (LEAD, dy.ndim), kind, noise, "input")
+    other = weight_along(weight, (0, x.ndim - LEAD), kind, of_output=True)
     with exact_sums():
-        return _scaled(transposed(lambda x: product(x, other.values), x, one.values), one, other)
+        return times_scales(transposed(lambda x: product(x, other.values), x, one.values), one, other)
 
 
 def weight_gradient(product: Product, x: jax.Array, weight: Abstract, dy: jax.Array, kind: str,
@@ -49,18 +50,19 @@ def weight_gradient(product: Product, x: jax.Array, weight: Abstract, dy: jax.Ar
     if (unit := block_units.of(product, x, weight, kind)) is not None:
         return unit.weight_gradient(x, dy, noise)
     tokens = LEAD - 1, LEAD
-    one, other = (_along(_rotated(a, kind), tokens, kind, drawn, "weight", a.dtype) for a, drawn in (
+    one, other = (along(_rotated(a, kind), tokens, kind, drawn, "weight", a.dtype) for a, drawn in (
         (x, None), (dy, noise)))
     with exact_sums():
-        return _scaled(transposed(lambda weight: product(one.values, weight), weight, other.values), one, other)
+        return times_scales(transposed(lambda weight: product(one.values, weight), weight, other.values), one, other)
 
 
-def _scaled(y: jax.Array, one: Rounded, other: Rounded) -> jax.Array:
+def times_scales(y: jax.Array, one: Rounded, other: Rounded) -> jax.Array:
+    """Return a product of two factors from that of their values; those of MXFP8 have no scale of the whole array."""
     return y if one.scale is None else scaled(y, one, other)
 
 
-def _along(x: jax.Array, dims: tuple[int, int], kind: str, noise: Noise = None, name: str = "",
-           dtype: DTypeLike | None = None) -> Rounded:
+def along(x: jax.Array, dims: tuple[int, int], kind: str, noise: Noise = None, name: str = "",
+          dtype: DTypeLike | None = None) -> Rounded:
     """Return an array rounded in blocks along these dimensions, from the first to before the last, taken as one.
 
     Args:
@@ -87,27 +89,27 @@ def _along(x: jax.Array, dims: tuple[int, int], kind: str, noise: Noise = None, 
     return Rounded(in_blocks(x, dims, NV_BLOCK, nvfp4, dtype), scale, dtype)
 
 
-def _weight(weight: jax.Array, x: Abstract, kind: str, of_output: bool) -> Rounded:
+def weight_along(weight: jax.Array, inner: tuple[int, int], kind: str, of_output: bool) -> Rounded:
     """Return a weight rounded for the product that sums over the input's dimensions, or over those of the output.
 
     Args:
-        weight: [dimensions of the input, dimensions of the output].
-        x: the input, of which the number of dimensions is read.
+        weight: [..., dimensions of the input, dimensions of the output].
+        inner: the dimensions of the input, from the first to before the last.
         kind: the format.
         of_output: whether the product sums over those of the output.
     """
-    weight, summed = plain(weight), x.ndim - LEAD
+    weight, (first, last) = plain(weight), inner
     if kind == "mxfp8":
-        return _along(weight, (summed, weight.ndim) if of_output else (0, summed), kind)
+        return along(weight, (last, weight.ndim) if of_output else inner, kind)
     scale = block_formats.nvfp4_scale(activations.peak(weight))
 
     def tiles(x: jax.Array, _: int) -> jax.Array:
-        return block_formats.nvfp4(x, (1, 3), scale).values
+        return block_formats.nvfp4(x, (first + 1, first + 3), scale).values
 
-    def columns(x: jax.Array, _: int) -> jax.Array:  # [blocks, 16, ...]
-        return in_blocks(x, (2, x.ndim), NV_BLOCK, tiles)
+    def columns(x: jax.Array, _: int) -> jax.Array:  # [..., blocks, 16, ...]
+        return in_blocks(x, (first + 2, x.ndim), NV_BLOCK, tiles)
 
-    return Rounded(in_blocks(weight, (0, summed), NV_BLOCK, columns), scale, weight.dtype)
+    return Rounded(in_blocks(weight, inner, NV_BLOCK, columns), scale, weight.dtype)
 
 
 def _rotated(x: jax.Array, kind: str) -> jax.Array:

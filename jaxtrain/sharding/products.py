@@ -71,10 +71,6 @@ def is_narrow() -> bool:
     return bool(_format.get().kind)
 
 
-def is_fp8() -> bool:
-    """Return whether products are traced in fp8."""
-    return _format.get().kind == FP8
-
 
 Factor = jax.Array | Rounded
 
@@ -184,7 +180,7 @@ def input_gradient(product: Product, x: jax.Array | jax.ShapeDtypeStruct, weight
     """Return the gradient with respect to the input alone, from that of the output; `x` may be abstract."""
     if not is_narrow():
         return transposed(lambda x: product(x, weight), x, dy)
-    if not is_fp8():
+    if current_format().kind != FP8:
         from jaxtrain.sharding import block_products
 
         return block_products.input_gradient(product, x, weight, dy, current_format().kind)
@@ -196,7 +192,7 @@ def weight_gradient(product: Product, x: jax.Array, weight: jax.Array | jax.Shap
     """Return the gradient with respect to the weight alone, from that of the output; `weight` may be abstract."""
     if not is_narrow():
         return transposed(lambda weight: product(x, weight), weight, dy)
-    if not is_fp8():
+    if current_format().kind != FP8:
         from jaxtrain.sharding import block_products
 
         return block_products.weight_gradient(product, x, weight, dy, current_format().kind)

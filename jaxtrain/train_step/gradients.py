@@ -73,11 +73,11 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
             # Where they lie is said again, or XLA would gather arrays outside of the loop, for all micro-batches.
             here = place(params, layout.state.params), place(frozen, layout.state.frozen)
             sums, grads = gradient(*here, batch, scale, *map(jax.random.fold_in, key, number))
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * sums[1], grads)
+            grads = jax.tree.map(lambda g: g.astype(precisions.wide(g)) * sums[1], grads)
             sums = further_sums.by_kind(jnp.add, jnp.maximum, carry[0], sums)
             return (sums, jax.tree.map(jnp.add, carry[1], grads)), None
 
-        zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), layout.gradients)
+        zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, precisions.wide(p)), params), layout.gradients)
         # Cast once, and not for each micro-batch.
         params, frozen = computing(params, params), computing(frozen, frozen)
         micro_batches = jax.tree.map(lambda x: activations.micro_batches(x, accumulation), batch)
@@ -95,7 +95,7 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
         sums, grads = compute(state.params, state.frozen, batch, scale, *key)
         if scale is not None:
             with jax.named_scope("optimizer"):
-                grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+                grads = jax.tree.map(lambda g: g.astype(precisions.wide(g)) / scale, grads)
         return sums, grads
 
     return of_state

@@ -21,6 +21,11 @@ def resolve(precision: str, platform: str) -> str:
     return ("float32" if platform == "cpu" else "bfloat16") if precision == "auto" else precision
 
 
+def wide(x: jax.Array) -> jnp.dtype:
+    """Return the dtype in which gradients like this array are summed: complex numbers keep their imaginary part."""
+    return jnp.dtype(jnp.complex64 if jnp.issubdtype(x.dtype, jnp.complexfloating) else jnp.float32)
+
+
 def cast(params: PyTree, precision: str, own: PyTree = None) -> PyTree:
     """Cast parameters to their compute dtype: `precision`, or what the matching tree `own` names for some."""
     def one(p, own=""):

@@ -13,6 +13,7 @@ from jaxtrain.sharding import mesh_context
 from jaxtrain.train_step.gradients import LossSums, StateGradient
 from jaxtrain.train_step.hooks import StepHooks, Verdict
 from jaxtrain.train_step.optimizers import global_norm
+from jaxtrain.train_step.precision import wide
 from jaxtrain.train_step.settings import StepSettings
 from jaxtrain.train_step.state import Layout, Metrics, Params, TrainState
 
@@ -36,7 +37,7 @@ def make_step(gradient: StateGradient, settings: StepSettings, layout: Layout, *
         def update(params, opt_state, grads, factors, taken):
             def apply():
                 # Clipped here, in the pass over the optimizer's state, not in one of its own.
-                clipped = jax.tree.map(lambda g, f, p: (g.astype(jnp.float32) * f).astype(p.dtype),
+                clipped = jax.tree.map(lambda g, f, p: (g.astype(wide(g)) * f).astype(p.dtype),
                                        grads, factors, params)
                 # Under ZeRO each device updates the piece whose moments it holds; then it is laid out as at rest.
                 updates, new_state = optimizer.update(clipped, opt_state, params)

@@ -35,16 +35,17 @@ def mx(x, axis):
     """MXFP8 by NumPy and ml_dtypes, in blocks along an axis."""
     x = np.moveaxis(x, axis, -1)
     blocks = x.reshape(*x.shape[:-1], -1, 32).astype(np.float64)
-    scale = np.exp2(np.ceil(np.log2(np.abs(blocks).max(-1, keepdims=True) / 448)))
+    peaks = np.abs(blocks).max(-1, keepdims=True)
+    scale = np.exp2(np.ceil(np.log2(np.where(peaks == 0, 1, peaks) / 448)))
     return np.moveaxis(((blocks / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).reshape(x.shape),
                        -1, axis)
 
 
-def nv(x, peaks, noise=None):
-    """NVFP4 by NumPy and ml_dtypes; `peaks`: the largest magnitude in each element's block."""
-    scale = np.float32(np.abs(x).max() / np.float32(2688))
+def nv(x, peaks, noise=None, most=None):
+    """NVFP4 by NumPy and ml_dtypes; `peaks`: the largest magnitude in each element's block; `most`: of the array."""
+    scale = np.float32((np.abs(x).max() if most is None else most) / np.float32(2688))
     scales = (peaks / np.float32(6) / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    ratio = (x / (scales * scale)).astype(np.float32)
+    ratio = (x / np.where(scales == 0, 1, scales * scale)).astype(np.float32)
     if noise is None:
         return np.clip(ratio, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64) * scales * np.float64(scale)
     grid = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -55,15 +56,15 @@ def nv(x, peaks, noise=None):
     return np.sign(ratio) * np.where(noise < share, grid[high], grid[low]) * scales * np.float64(scale)
 
 
-def nv_along(x, axis, noise=None):
+def nv_along(x, axis, noise=None, most=None):
     moved = np.moveaxis(x, axis, -1)
     peaks = np.abs(moved).reshape(*moved.shape[:-1], -1, 16).max(-1).repeat(16, -1)
-    return nv(x, np.moveaxis(peaks, -1, axis), noise)
+    return nv(x, np.moveaxis(peaks, -1, axis), noise, most)
 
 
-def nv_tiles(w):
+def nv_tiles(w, most=None):
     peaks = np.abs(w).reshape(w.shape[0] // 16, 16, -1, 16).max((1, 3))
-    return nv(w, peaks.repeat(16, 0).repeat(16, 1))
+    return nv(w, peaks.repeat(16, 0).repeat(16, 1), most=most)
 
 
 def turned(x):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.objectives.next_token import NextToken
@@ -223,6 +224,17 @@ def test_an_optimizer_under_other_versions_is_compared_by_its_arrays(tmp_path):
     assert difference(older, parts) == "" and len(digest) == 16
     other = jt.build(config(), optimizer=optax.adam(0.1))
     assert difference(older, identity.own_parts(other, {})).startswith("with another opt")
+
+
+def test_an_optimizer_with_a_region_of_its_own_is_traced_on_a_mesh_of_one_device():
+    """Its description is the same whatever mesh the run has."""
+    def halved(factor):
+        region = jax.shard_map(lambda x: jax.lax.pmean(factor * x, "data"), in_specs=P(), out_specs=P())
+        return optax.stateless(lambda updates, params: jax.tree.map(region, updates))
+
+    one, other, third = (identity.own_parts(jt.build(config(mesh__data=n), optimizer=halved(f), devices=jax.devices()[
+        :n]), {}) for n, f in ((8, 0.5), (2, 0.5), (2, 0.25)))
+    assert difference(one, other) == "" and difference(one, third).startswith("with another optimizer")
 
 
 def test_more_steps_of_an_optimizer_without_a_schedule(tmp_path):

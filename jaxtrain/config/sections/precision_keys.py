@@ -15,6 +15,9 @@ def check(config: Any) -> None:
         if value and kind not in NARROW:
             raise UserError(key, f"it is read with train.precision={', '.join(NARROW)} only",
                             f"set one of them, or leave {key} out")
+    if train.experts_in_bf16 and not (kind in NARROW and config.model.experts.num):
+        raise UserError("train.experts_in_bf16", f"it is read with routed experts and train.precision="
+                        f"{', '.join(NARROW)} only", "leave train.experts_in_bf16 out")
     if sum(ends.values()) > config.model.num_layers:
         raise UserError([*ends][1], f"both ends have {sum(ends.values())} layers, and model.num_layers is "
                         f"{config.model.num_layers}", "lower it")

@@ -17,8 +17,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
+from jaxtrain.base.narrow_formats import BLOCKS
 from jaxtrain.config.model_config import Experts, ModelConfig
 from jaxtrain.kernels.functions import swiglu
+from jaxtrain.models import training_noise
 from jaxtrain.models.attention.kv_cache import Aux
 from jaxtrain.models.experts import given_routes, kept_routes
 from jaxtrain.models.experts.gated_swiglu import GatedSwiGLU
@@ -101,17 +104,18 @@ class MoE(nnx.Module):
                *read: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the routed experts only. `read`: what they are given, where the router reads something else."""
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT > 0
-        named, weights, scales = self._weights(), {}, {}
+        named, weights, scales, kind = self._weights(), {}, {}, self.options.narrow()
         for name, (weight, axes) in named.items():
-            if name in MATRICES and products.is_fp8():
+            if name in MATRICES and kind == products.FP8:
                 weights[name], scales[name] = products.sent(
                     weight[...], lambda w, axes=axes: activations.gather(w, *axes))
             else:
                 weights[name] = activations.gather(weight[...], *axes)
         latent = read if self.into_latent is None else (self.into_latent(x_BTD),)
         given = [] if (routes_BTK := given_routes.of_layer()) is None else [routes_BTK]
+        noise = training_noise.of_layer("experts") if kind == "nvfp4" else None
         if activations.activation_spec() is None:
-            return self._returned(*self._local(x_BTD, real_BT, weights, scales, given, *latent))
+            return self._returned(*self._local(x_BTD, real_BT, weights, scales, given, noise, *latent))
         real_BT = activations.constrain(real_BT, "batch", "seq")
         between, (batch, seq) = activations.activation_spec(*RESIDUAL), map(activations.split_by, ("batch", "seq"))
         sums = dict.fromkeys(("tokens", "kept", "entropy", "balance"), P(batch, seq)) | dict.fromkeys(
@@ -119,10 +123,11 @@ class MoE(nnx.Module):
         return self._returned(*activations.manual_region(
             self._local,
             in_specs=(between, P(batch, seq), {name: activations.gathered_spec(*named[name][1]) for name in named},
-                      dict.fromkeys(scales, P()), [P(batch, seq, None)] * len(given), *[between] * len(latent)),
+                      dict.fromkeys(scales, P()), [P(batch, seq, None)] * len(given), P(batch, seq),
+                      *[between] * len(latent)),
             out_specs=(between, {"penalty": P(batch)} | sums))(
                 x_BTD, real_BT, weights, scales, [activations.constrain(x, "batch", "seq", None) for x in given],
-                *latent))
+                jax.tree.map(lambda bits_BT: activations.constrain(bits_BT, "batch", "seq"), noise), *latent))
 
     def _returned(self, y_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return what experts returned, out of the latent if there is one."""
@@ -139,10 +144,12 @@ class MoE(nnx.Module):
         found = {name: one for name, one in found.items() if one[0] is not None}
         return found if self.adapter is None else found | self.adapter.weights()
 
-    def _local(self, x_BTD, real_BT, w, scales, given: list[jax.Array], *latent) -> tuple[jax.Array, Aux]:
+    def _local(self, x_BTD, real_BT, w, scales, given: list[jax.Array], noise: PyTree,
+               *latent) -> tuple[jax.Array, Aux]:
         """Process one device's tokens: split over `tensor` on entry and exit, gathered over it in between.
 
         `given`: the experts of each token, if the batch brings them.
+        `noise`: random bits of tokens, for rounding.
         `latent`: what experts are given in place of what the router reads.
         """
         c = self.experts
@@ -158,11 +165,17 @@ class MoE(nnx.Module):
         most = min(T, capacity(c, row.length(T))) * B * len(w["up"])
         biases = (w["gate_bias"], w["up_bias"]) if "gate_bias" in w else ()
         w = w | {name: products.Rounded(w[name], scale, w[name].dtype) for name, scale in scales.items()}
+        axis, marks = activations.axes_over("experts"), None
+        if (kind := self.options.narrow()) in BLOCKS:
+            from jaxtrain.parallel import expert_blocks  # which only these formats read
+
+            w |= expert_blocks.in_blocks({name: w[name] for name in MATRICES if name in w}, kind, tensor)
+            marks = expert_blocks.marks(kind, (B, T), axis, noise and noise.of_choices(c.per_token))
         w |= {} if self.adapter is None else self.adapter.adapted(w)
         y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, w.get("gate"), w["up"], w["down"], biases,
-                               axis=activations.axes_over("experts"), options=self.options,
+                               axis=axis, options=self.options,
                                limit=most if c.capacity_factor else None, activation=self.activation,
-                               weighted_inputs=c.weighted_inputs)
+                               weighted_inputs=c.weighted_inputs, marks=marks)
         y_BTD = y_ND.reshape(B, T, D)
         if split:
             y_BTD = lax.psum_scatter(y_BTD, split, scatter_dimension=1, tiled=True)

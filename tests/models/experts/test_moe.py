@@ -216,7 +216,8 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
         rows = jnp.where(i < sizes[sender, mine], to[sender, mine] + i, output.shape[0])
         output = output.at[rows].set(operand[sender, starts[sender, mine] + i], mode="drop")
         # What a receiver expects is what its senders send.
-        output = jnp.where(recv_sizes[sender * each + part] == sizes[sender, mine], output, jnp.nan)
+        wrong = jnp.array(jnp.nan if jnp.issubdtype(output.dtype, jnp.floating) else 2**31 - 1, output.dtype)
+        output = jnp.where(recv_sizes[sender * each + part] == sizes[sender, mine], output, wrong)
     return output
 
 
