@@ -14,7 +14,7 @@ CATEGORIES = {  # in the order of the table
     "checkpoint": "held up by saves",
     "eval": "evaluations",
     "exchange": "exchanges with other islands",
-    "init": "from the start to the first step, less what follows",
+    "init": "starting up, before the first step",
     "compile": "compiling",
     "restore": "reading checkpoints",
     "lost_work": "steps done again, or never saved",
@@ -22,6 +22,7 @@ CATEGORIES = {  # in the order of the table
     "other": "after the last step",
     "idle": "between a clean end and the next start",
 }
+_SHOWN = 0.05  # seconds; a category with less would be a row of zeros
 _NUMBER = int | float
 _FORM = {"began": _NUMBER, "seconds?": dict.fromkeys((f"{name}?" for name in CATEGORIES), _NUMBER), "ended?": str,
          "resumed?": int | None, "reached?": (int, _NUMBER), "last_step?": int}
@@ -139,14 +140,15 @@ def table(life: Account) -> str:
     starts = len(life.incarnations)
     lines = [f"where {duration(whole)} went ({starts} start{'s' * (starts != 1)}, {life.failures} failed):"]
     for category, meaning in CATEGORIES.items():
-        if seconds := life.seconds[category]:
+        if (seconds := life.seconds[category]) >= _SHOWN:
             share = f"{seconds / life.life:6.1%}" if category != "idle" and life.life > 0 else "     -"
             lines.append(f"  {category:<11} {duration(seconds):>10} {share}  {meaning}")
     last = life.incarnations[-1]
     ahead = f"; step {life.step} of {last.last_step}"
     if life.left and last.ended != "finished":
         ahead += f", about {duration(life.left)} to go"
-    lines.append(f"goodput {life.goodput:.1%}, ETTR {life.ettr:.1%}{ahead}")
+    lines.append(f"goodput {life.goodput:.1%} (steps that count), ETTR {life.ettr:.1%} (with batches, saves and "
+                 f"evaluations){ahead}")
     return "\n".join(lines)
 
 

@@ -49,6 +49,7 @@ class Ledger:
         self._since = now()
         self._file: Path | None = None  # None until opened, and always in other processes
         self._earlier: list[Incarnation] = []
+        self._last_words = ""
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -156,6 +157,10 @@ class Ledger:
             self._file.parent.mkdir(exist_ok=True)  # it may have been deleted
             atomic_files.write(self._file, json.dumps(vars(self._copy())))
 
+    def say_after(self, text: str) -> None:
+        """Print a text when the run has ended, below the table of its time."""
+        self._last_words = text
+
     def __enter__(self) -> "Ledger":
         return self
 
@@ -167,6 +172,8 @@ class Ledger:
         self.write()
         if self._file is not None:
             say(table(self.account()))
+        if self._last_words and kind is None:
+            say(self._last_words)
 
     def _keep_writing(self) -> None:
         while not self._end.wait(self._every):
