@@ -55,7 +55,8 @@ def _grid(grid: Grid, x: float, y: float) -> Iterator[str]:
     if grid.title:
         yield _text(x, y + 14, grid.title, "soft start")
     for i, name in enumerate(grid.columns):
-        yield _text(left + (i + 0.5) * wide, top - 6, name, "soft")
+        if name:
+            yield _text(left + (i + 0.5) * wide, top - 6, name, "soft")
     for j, (name, cells) in enumerate(grid.rows):
         middle = top + j * _HIGH + _HIGH / 2
         if name:

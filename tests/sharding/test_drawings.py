@@ -97,7 +97,7 @@ def test_a_schedule_is_saved_as_it_is_drawn(tmp_path):
     (schedule,) = jt.build(jt.load_config("configs/gpt.py:tiny", {"mesh.stage": 2, "train.accumulation": 4}),
                            devices=2).schedules
     jt.show(schedule).save(tmp_path / "schedule.svg")
-    assert "F3" in _texts((tmp_path / "schedule.svg").read_text())[0]
+    assert "F0" in _texts((tmp_path / "schedule.svg").read_text())[0]
 
 
 def test_the_mesh_of_the_readme_is_what_is_drawn_today(tmp_path):
