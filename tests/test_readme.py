@@ -64,7 +64,7 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
     words = [sys.executable, *(word.replace("/path/to/text", str(ROOT / "jaxtrain")) for word in words[1:])]
     # What documentation writes to corpora/ and models/ lies beside the workdirs.
     words = [re.sub(r"(^|=|:)(corpora|models)/", rf"\1{workdirs}/", word) for word in words]
-    words = [re.sub(r"^runs/tour(?=/|$)", str(workdirs), word) for word in words]
+    words = [re.sub(r"(^|=|:)runs/tour(?=/|$)", rf"\1{workdirs}", word) for word in words]
     # A sixth of the text; the module that is run keeps its name.
     words[3:] = [re.sub(r"^(--input=|)jaxtrain$", r"\1jaxtrain/data", word) for word in words[3:]]
     # A config that comes first is the same as --config=CONFIG (tests/test_cli.py).
@@ -146,7 +146,7 @@ def chains() -> list:
             "tools/release/mutants", "tools/release/proof_mutants", "tools/release/bisection_mutants",
             "python examples/", "jaxtrain launch", "jaxtrain jobs", "jaxtrain sweep", "jaxtrain compile", "--compiled=",
             "jaxtrain bisect", "data trace configs/")
-    commands = [command for command in shown() if re.search("examples/(reinforce|sft)", command) or not any(
+    commands = [command for command in shown() if re.search("examples/(reinforce|sft)|--dry_run", command) or not any(
         word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=made)]
     found = [chain for group in groups for chain in ([group] if made(group[0]) else [[one] for one in group])]
