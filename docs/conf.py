@@ -11,7 +11,7 @@ from pathlib import Path
 from pygments.lexers.special import TextLexer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tools, which are not installed
-from tools.release import executed_pages  # noqa: E402
+from tools.release import executed_pages
 
 project = "jaxtrain"
 root_doc = "docs/index"

@@ -29,7 +29,7 @@ QUICK = re.compile(r"--print_config")
 # each; tests/test_examples.py runs the notebooks, and tests/bench the benchmark.
 ALIKE = re.compile(r"configs/\w+\.py --config\.data\.source=/path/to/text$|jaxtrain plan .*llama3_8b|"
                    r"tools/release/run_notebooks|jaxtrain\.bench --config")
-TRIED = re.compile(r"examples/(reinforce|sft)|jaxtrain launch configs/gpt\.py:124m .*--dry_run")  # though the like is not
+TRIED = re.compile(r"examples/(reinforce|sft)|launch configs/gpt\.py:124m .*--dry_run")  # though others like it are not
 LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md", "observe.md")),
         ("data-sequences.md", 0), ("data-trace.md", 0), *(("objectives.md", number) for number in range(6)))
 CONSOLE = re.compile(r"^```console\n\$ .venv/bin/jaxtrain (.*)\n((?s:.*?))^```", re.M)

@@ -147,8 +147,7 @@ def table(life: Account) -> str:
     ahead = f"; step {life.step} of {last.last_step}"
     if life.left and last.ended != "finished":
         ahead += f", about {duration(life.left)} to go"
-    lines.append(f"goodput {life.goodput:.1%} (steps that count), ETTR {life.ettr:.1%} (with batches, saves and "
-                 f"evaluations){ahead}")
+    lines.append(f"goodput {life.goodput:.1%} (steps), ETTR {life.ettr:.1%} (and batches, saves, evaluations){ahead}")
     return "\n".join(lines)
 
 

@@ -116,7 +116,8 @@ def end_of_run(run: Run, session: Session, state: TrainState, steps: tuple[int, 
     cost = spending.of_run(session.ledger.account(), jax.devices()[0].device_kind, run.mesh.size)
     said = [line for line in (early, cost) if line]
     if t.sample_tokens:
-        said.append(f"a sample of what the model writes now:\n{sampled.get(end) or sample_of(run, session, state, end)}")
+        said.append("a sample of what the model writes now:\n"
+                    + (sampled.get(end) or sample_of(run, session, state, end)))
     return "\n".join([*said, *next_steps(run, session.workdir, end)])
 
 

@@ -49,7 +49,8 @@ def test_the_end_of_a_reward_model_suggests_no_command_that_generates(session):
 def test_a_last_loss_that_is_not_finite_is_said_to_be_so(session):
     with (session.workdir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 10, "loss": null}\n')
-    assert "done: step 10, loss not finite, evaluation loss 9.5000;" in end_of_run(make_run(), session, None, (5, 10), {})
+    said = end_of_run(make_run(), session, None, (5, 10), {})
+    assert "done: step 10, loss not finite, evaluation loss 9.5000;" in said
 
 
 def test_a_finished_run_says_how_to_train_longer(session):

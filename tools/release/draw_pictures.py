@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md and the documentation: what `jt.show` draws, and the report of a run as a browser shows it.
+"""Draw the pictures of the documentation: what `jt.show` draws, and the report of a run as a browser shows it.
 
     python tools/release/draw_pictures.py mesh
     python tools/release/draw_pictures.py report runs/gpt     # a finished run; needs the extra `report` and chromium

@@ -1,4 +1,4 @@
-"""The record of when the commands and blocks of each page of the documentation were last run, and what the site says of it.
+"""The record of when the code of each page of the documentation was last executed, and what the site says of it.
 
     JAXTRAIN_EXECUTED=1 python -m pytest -m '' tests/test_readme.py
 

@@ -147,5 +147,5 @@ def _too_long(count: int, of: int, what: str, then: str) -> str:
 
 def epochs(batches: BatchSource, steps: int) -> str:
     """Return for the log how much of each source the given steps read."""
-    return ", ".join((f"{count:.3g} epochs" if count > 1 else f"{count:.2g} of an epoch") + (f" of {name}" if name else "")
-                     for name, count in batches.epochs(steps).items())
+    return ", ".join((f"{count:.3g} epochs" if count > 1 else f"{count:.2g} of an epoch")
+                     + (f" of {name}" if name else "") for name, count in batches.epochs(steps).items())
