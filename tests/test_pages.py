@@ -1,5 +1,5 @@
-"""What pages of the documentation promise: search finds the field's words, names of keys and commands exist, and when
-their code was executed."""
+"""Promises of the documentation's pages: search finds the field's words, names of keys and commands exist, and a page
+says when its code was executed."""
 
 import importlib.util
 import json
@@ -56,7 +56,7 @@ def test_the_ladder_has_six_steps_that_lead_on():
 
 
 def ours() -> list[str]:
-    """Return what the last column of the tables for those who come from elsewhere names."""
+    """Return the names in the last column of the tables for those who come from elsewhere."""
     rows = re.findall(r"^\| (?!what|---).* \| .* \| (.*) \|$", (ROOT / "docs/coming-from.md").read_text(), re.M)
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 

@@ -150,7 +150,7 @@ def pages_of(executed: set) -> dict[Path, int]:
 
 @pytest.fixture(scope="module")
 def executed():
-    """What was executed without a mistake; with JAXTRAIN_EXECUTED, its pages are recorded in the end."""
+    """The commands and blocks that ran without a mistake; with JAXTRAIN_EXECUTED, its pages are recorded in the end."""
     found: set = set()
     yield found
     if os.environ.get("JAXTRAIN_EXECUTED"):

@@ -22,7 +22,6 @@ CATEGORIES = {  # in the order of the table
     "other": "after the last step",
     "idle": "between a clean end and the next start",
 }
-_SHOWN = 0.05  # seconds; a category with less would be a row of zeros
 _NUMBER = int | float
 _FORM = {"began": _NUMBER, "seconds?": dict.fromkeys((f"{name}?" for name in CATEGORIES), _NUMBER), "ended?": str,
          "resumed?": int | None, "reached?": (int, _NUMBER), "last_step?": int}
@@ -136,19 +135,18 @@ def incarnations(workdir: str | Path) -> list[Incarnation]:
 
 def table(life: Account) -> str:
     """Return the account as a table for people."""
-    whole = sum(life.seconds.values())
-    starts = len(life.incarnations)
+    whole, starts = sum(life.seconds.values()), len(life.incarnations)
     lines = [f"where {duration(whole)} went ({starts} start{'s' * (starts != 1)}, {life.failures} failed):"]
     for category, meaning in CATEGORIES.items():
-        if (seconds := life.seconds[category]) >= _SHOWN:
+        if (seconds := life.seconds[category]) >= 0.05:  # of less, a row would have zeros only
             share = f"{seconds / life.life:6.1%}" if category != "idle" and life.life > 0 else "     -"
             lines.append(f"  {category:<11} {duration(seconds):>10} {share}  {meaning}")
     last = life.incarnations[-1]
     ahead = f"; step {life.step} of {last.last_step}"
     if life.left and last.ended != "finished":
         ahead += f", about {duration(life.left)} to go"
-    lines.append(f"goodput {life.goodput:.1%} (steps), ETTR {life.ettr:.1%} (and batches, saves, evaluations){ahead}")
-    return "\n".join(lines)
+    productive = f"goodput {life.goodput:.1%} (steps), ETTR {life.ettr:.1%} (and batches, saves, evaluations)"
+    return "\n".join([*lines, productive + ahead])
 
 
 def duration(seconds: float) -> str:

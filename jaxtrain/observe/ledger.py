@@ -43,13 +43,12 @@ class Ledger:
         """
         self._workdir, self._stopped, self._every, self.now = Path(workdir), stopped, every, now
         self._lock = threading.RLock()
-        self._doing = ["init"]
+        self._doing, self.ending = ["init"], ""  # the text is printed below the table, if the run has ended well
         self._dispatched = self._completed = 0
         self._own = Incarnation(began=wall())
         self._since = now()
         self._file: Path | None = None  # None until opened, and always in other processes
         self._earlier: list[Incarnation] = []
-        self._last_words = ""
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -157,10 +156,6 @@ class Ledger:
             self._file.parent.mkdir(exist_ok=True)  # it may have been deleted
             atomic_files.write(self._file, json.dumps(vars(self._copy())))
 
-    def say_after(self, text: str) -> None:
-        """Print a text when the run has ended, below the table of its time."""
-        self._last_words = text
-
     def __enter__(self) -> "Ledger":
         return self
 
@@ -170,10 +165,9 @@ class Ledger:
             self._thread.join()
         self._own.ended = "finished" if kind is None else "stopped" if issubclass(kind, self._stopped) else "failed"
         self.write()
-        if self._file is not None:
-            say(table(self.account()))
-        if self._last_words and kind is None:
-            say(self._last_words)
+        ended = kind is None and jax.process_index() == 0
+        for text in filter(None, (self._file and table(self.account()), ended and self.ending)):
+            say(text)
 
     def _keep_writing(self) -> None:
         while not self._end.wait(self._every):

@@ -260,7 +260,5 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         raise Interrupted(done, interrupt.signal)
     if patience.over and start < begun.last:
         patience.record()
-    said = end_of_run(run, session, state, (start, done), begun.trackers.sampled, patience.reason(checkpoints))
-    if jax.process_index() == 0:
-        ledger.say_after(said)  # below the table of the run's time
+    ledger.ending = end_of_run(run, session, state, (start, done), begun.trackers.sampled, patience.reason(checkpoints))
     return state

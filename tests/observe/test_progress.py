@@ -34,7 +34,7 @@ def test_plain_lines_are_few():
     assert len(shown) == 12 and "\x1b" not in stream.getvalue()
     assert shown[0] == "step 1/1000  loss 2.5000  12,346 tokens/s  9:59:24 left"
     assert shown[1].startswith("step 100/1000 ") and shown[-1].startswith("step 1000/1000 ")
-    assert shown[5] == "step 450/1000  evaluation loss 1.2500  1.8000 bits per byte"
+    assert shown[5] == "step 450/1000  evaluation loss 1.2500  bits/byte 1.8000"
 
 
 def test_a_line_has_the_means_of_the_steps_since_the_one_before():
