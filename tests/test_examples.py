@@ -123,7 +123,7 @@ def kinds(cell) -> list:
 @pytest.mark.slow
 @pytest.mark.parametrize("name, said", [
     ("mesh_shapes", "mesh: fsdp=2048"), ("embed_step", "60 steps; accuracy"), ("text_to_model", "eval_loss"),
-    ("finetune_published", "most answers are JSON: True - and most sums are right: True")])
+    ("finetune_published", "most answers have the form: True - and most sums are right: True")])
 def test_notebook(name, said, tmp_path):
     notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
     shipped = [kinds(cell) for cell in notebook.cells]

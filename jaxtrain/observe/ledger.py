@@ -42,14 +42,13 @@ class Ledger:
             wall: the clock that dates the start of the run, in seconds since 1970.
         """
         self._workdir, self._stopped, self._every, self.now = Path(workdir), stopped, every, now
-        self._lock = threading.RLock()
+        self._lock, self._end = threading.RLock(), threading.Event()
         self._doing, self.ending = ["init"], ""  # the text is printed below the table, if the run has ended well
         self._dispatched = self._completed = 0
         self._own = Incarnation(began=wall())
         self._since = now()
         self._file: Path | None = None  # None until opened, and always in other processes
         self._earlier: list[Incarnation] = []
-        self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
     # ---------------------------------------------------------------------------------------------------------- booking
