@@ -13,7 +13,7 @@ import jaxtrain as jt
 from jaxtrain.commands import report
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
-WIDTH, HEIGHT = 1000, 860  # pixels of a page that are shown
+WIDTH, HEIGHT = 1000, 960  # pixels of a page that are shown
 
 
 def draw_mesh(path: Path) -> None:
