@@ -24,6 +24,8 @@ html_theme = "sphinx_book_theme"
 html_title = "jaxtrain"
 html_theme_options = {"show_toc_level": 2}
 html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # tests/test_examples.py executes them

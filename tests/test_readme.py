@@ -79,7 +79,7 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
     words = [sys.executable, *(word.replace("/path/to/text", str(ROOT / "jaxtrain")) for word in words[1:])]
     # What documentation writes to corpora/ and models/ lies beside the workdirs.
     words = [re.sub(r"(^|=|:)(corpora|models)/", rf"\1{workdirs}/", word) for word in words]
-    words = [re.sub(r"(^|=|:)runs/tour(?=/|$)", rf"\1{workdirs}", word) for word in words]
+    words = [re.sub(r"(^|=|:)runs/tour(?=/|$)", rf"\1{workdirs}/tour", word) for word in words]
     # A sixth of the text; the module that is run keeps its name.
     words[3:] = [re.sub(r"^(--input=|)jaxtrain$", r"\1jaxtrain/data", word) for word in words[3:]]
     # A config that comes first is the same as --config=CONFIG (tests/test_cli.py).
@@ -106,7 +106,8 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
             *SMALL, f"--config.train.sample_tokens={samples}"]
         named = [i for i, word in enumerate(words) if word.startswith("--workdir=")]
         for i in named:
-            words[i] = f"--workdir={workdirs / words[i].rpartition('/')[2]}"
+            if not words[i].startswith(f"--workdir={workdirs}/tour/"):
+                words[i] = f"--workdir={workdirs / words[i].rpartition('/')[2]}"
         words += [] if named else [f"--workdir={workdirs / re.sub(r'[^a-z0-9]+', '-', command)}"]
         words += [f"--config.mesh.{axis}={1 if axis != 'data' else -1}" for axis in ("data", "fsdp", "tensor")
                   if where and ":tiny" in words[where[0]] and "configs/gpt" not in words[where[0]]]
