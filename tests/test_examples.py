@@ -167,7 +167,7 @@ def test_notebook_finds_the_configs(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name, images", [
-    ("mesh_shapes", 7), ("embed_step", 2), ("text_to_model", 1), ("finetune_published", 1)])
+    ("mesh_shapes", 7), ("embed_step", 2), ("text_to_model", 1), ("finetune_published", 0)])
 def test_notebook_is_shipped_with_its_images(name, images):
     """It comes from one run from top to bottom, without warnings, and is small enough for a diff."""
     notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
