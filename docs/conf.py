@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for tools, which are not i
 from tools.release import executed_pages
 
 project = "jaxtrain"
+author = "the authors of jaxtrain"
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "examples/**.ipynb"]
 exclude_patterns = [".*", "build", "dist", "runs", "corpora", "results", "configs", "deploy", "jaxtrain", "tests",
