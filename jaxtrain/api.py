@@ -74,7 +74,9 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
 
 
 def show(what: Any, names: Sequence[Any] = ()) -> Drawing:
-    """Draw a mesh, which devices hold which part of an array, or a pipeline schedule; a notebook shows the drawing.
+    """Draw a mesh, which devices hold which part of an array, or a pipeline schedule.
+
+    A notebook shows the drawing; `.save("mesh.svg")` writes it into a file.
 
     Args:
         what: a mesh, an array or a shape with a sharding, or one of `run.schedules`. A run and a plan show themselves.
@@ -83,7 +85,7 @@ def show(what: Any, names: Sequence[Any] = ()) -> Drawing:
     if isinstance(what, Mesh | AbstractMesh):
         return drawings.of_mesh(what)
     if isinstance(what, Schedule):
-        return Drawing(drawing.svg(what), drawing.text(what))
+        return Drawing(drawing.svg(what), drawing.text(what), lambda: drawing.svg(what))
     if getattr(what, "sharding", None) is not None:
         return drawings.of_array(what, names)
     raise UserError("what", f"{type(what).__name__} cannot be drawn",

@@ -358,9 +358,10 @@ def test_files(flags, ran):
 def test_what_is_told(ran):
     workdir, err = ran
     assert "gpt2, 24,032 parameters, computing in float32, on cpu (data=8)\n" in err
-    assert "4 steps of 8 x 32 tokens; workdir runs/gpt-tiny\n" in err
-    assert "step 4/4  loss " in err and "step 4/4  eval_loss " in err
-    assert len(err.split("a sample:\n")[1].rstrip("\n")) > 0
+    assert "; documents are joined end to end and cut into rows of 32 tokens\n4 steps of 8 x 32 tokens, " in err
+    assert err.index("\ngoodput ") < err.index("\ndone: step 4, loss ") and "jaxtrain export" in err.splitlines()[-1]
+    assert "step 4/4  loss " in err and "step 4/4  evaluation loss " in err
+    assert len(err.split("a sample of what the model writes now:\n")[1].rstrip("\n")) > 0
     assert str(workdir) not in err and "Traceback" not in err
 
 

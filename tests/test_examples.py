@@ -1,9 +1,11 @@
 """The examples run as they stand: the script as a reader would start it, the notebook cell by cell."""
 
+import importlib.util
 import itertools
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -119,8 +121,9 @@ def kinds(cell) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, said", [("mesh_shapes", "mesh: fsdp=2048"), ("embed_step", "60 steps; accuracy"),
-                                        ("text_to_model", "eval_loss")])
+@pytest.mark.parametrize("name, said", [
+    ("mesh_shapes", "mesh: fsdp=2048"), ("embed_step", "60 steps; accuracy"), ("text_to_model", "eval_loss"),
+    ("finetune_published", "most answers have the form: True - and most sums are right: True")])
 def test_notebook(name, said, tmp_path):
     notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
     shipped = [kinds(cell) for cell in notebook.cells]
@@ -131,7 +134,27 @@ def test_notebook(name, said, tmp_path):
 
 
 def test_every_notebook_is_executed():
-    assert NOTEBOOKS.keys() == {"mesh_shapes", "embed_step", "text_to_model"}
+    assert NOTEBOOKS.keys() == {"mesh_shapes", "embed_step", "text_to_model", "finetune_published"}
+
+
+def test_the_first_cell_of_every_notebook_installs_only_where_jaxtrain_is_missing(monkeypatch):
+    """A hosted runtime has neither jaxtrain nor its configs; elsewhere the cell does nothing."""
+    first = {next(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+             for path in NOTEBOOKS.values()}
+    assert len(first) == 1, "one cell for all"
+    lines = first.pop().splitlines()
+    (pip,) = [line.strip() for line in lines if line.strip().startswith("%pip")]
+    cell = "\n".join(lines).replace(pip, "installed.append(SOURCE)")
+    extras = re.search(r"jaxtrain\[(.*)\] @ \{SOURCE\}", pip)[1].split(",")
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras) <= known.keys()
+    installed = []
+    exec(cell, {"installed": installed})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(AssertionError, match="set SOURCE in this cell"):
+        exec(cell, {"installed": installed})
+    exec(cell.replace('SOURCE = ""', 'SOURCE = "jaxtrain.whl"'), {"installed": installed})
+    assert installed == ["jaxtrain.whl"]
 
 
 @pytest.mark.exhaustive  # the notebooks of the slow tier are run in examples/, too
@@ -139,11 +162,12 @@ def test_every_notebook_is_executed():
 def test_notebook_finds_the_configs(folder, tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    notebook.cells = [code[0], nbformat.v4.new_code_cell("import sys; print(configs, sys.executable)")]
+    notebook.cells = [code[1], nbformat.v4.new_code_cell("import sys; print(configs, sys.executable)")]
     assert execute(notebook, ROOT / folder, tmp_path).split() == [str(ROOT / "configs"), sys.executable]
 
 
-@pytest.mark.parametrize("name, images", [("mesh_shapes", 7), ("embed_step", 2), ("text_to_model", 1)])
+@pytest.mark.parametrize("name, images", [
+    ("mesh_shapes", 7), ("embed_step", 2), ("text_to_model", 1), ("finetune_published", 0)])
 def test_notebook_is_shipped_with_its_images(name, images):
     """It comes from one run from top to bottom, without warnings, and is small enough for a diff."""
     notebook = nbformat.read(NOTEBOOKS[name], as_version=4)

@@ -13,6 +13,7 @@ import pytest
 
 from jaxtrain.commands import COMMANDS
 from tests.tiny import QUICKLY, virtual_devices
+from tools.release import executed_pages
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,8 +29,10 @@ QUICK = re.compile(r"--print_config")
 # each; tests/test_examples.py runs the notebooks, and tests/bench the benchmark.
 ALIKE = re.compile(r"configs/\w+\.py --config\.data\.source=/path/to/text$|jaxtrain plan .*llama3_8b|"
                    r"tools/release/run_notebooks|jaxtrain\.bench --config")
+TRIED = re.compile(r"examples/(reinforce|sft)|launch configs/gpt\.py:124m .*--dry_run")  # though others like it are not
 LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md", "observe.md")),
         ("data-sequences.md", 0), ("data-trace.md", 0), *(("objectives.md", number) for number in range(6)))
+CONSOLE = re.compile(r"^```console\n\$ .venv/bin/jaxtrain (.*)\n((?s:.*?))^```", re.M)
 PYTHON = re.compile(r"^```python\n(?!# \S+\.py\n)(.*?)^```", re.M | re.S)
 FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```", re.M | re.S)  # a file to write, not a script to run
 SETUP = re.compile(r"^python3 -m venv \.venv && \.venv/bin/pip install -q -e \S+ && (\.venv/bin/python .*)$", re.M)
@@ -40,17 +43,29 @@ def module_of(command: str) -> str:
     return {"train": "jaxtrain.main", "bench": "jaxtrain.bench"}.get(command, f"jaxtrain {command}")
 
 
+def shown_on(path: Path) -> dict[str, str]:
+    """The commands of a page, by what they are whichever Python runs them."""
+    found: dict[str, str] = {}
+    text = SUBCOMMAND.sub(lambda found: f"{found[1]}{found[2] or ''}python -m {module_of(found[3])}", path.read_text())
+    for command in [*SETUP.findall(text), *COMMAND.findall(text)]:
+        command = command.split("  ")[0]  # what stands apart explains
+        is_template = TEMPLATE.search(re.sub(r"^([A-Z_]+=\S+ )*", "", command))
+        if not is_template and not any(name in command for name, _ in FILE.findall(text)):
+            found.setdefault(key_of(command), command.strip())
+    return found
+
+
+def key_of(command: str) -> str:
+    """The command, whichever Python runs it."""
+    return re.sub(r"\S*python3?", "python", command.strip(), count=1)
+
+
 def shown() -> list[str]:
     """Every command, once, in the order of the documentation."""
-    found: dict[str, str] = {}  # whichever Python runs it
+    found: dict[str, str] = {}
     for path in DOCS + CODE:
-        text = SUBCOMMAND.sub(lambda found: f"{found[1]}{found[2] or ''}python -m {module_of(found[3])}",
-                              path.read_text())
-        for command in [*SETUP.findall(text), *COMMAND.findall(text)]:
-            command = command.split("  ")[0]  # what stands apart explains
-            is_template = TEMPLATE.search(re.sub(r"^([A-Z_]+=\S+ )*", "", command))
-            if not is_template and not any(name in command for name, _ in FILE.findall(text)):
-                found.setdefault(re.sub(r"\S*python3?", "python", command.strip(), count=1), command.strip())
+        for key, command in shown_on(path).items():
+            found.setdefault(key, command)
     return list(found.values())
 
 
@@ -64,7 +79,7 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
     words = [sys.executable, *(word.replace("/path/to/text", str(ROOT / "jaxtrain")) for word in words[1:])]
     # What documentation writes to corpora/ and models/ lies beside the workdirs.
     words = [re.sub(r"(^|=|:)(corpora|models)/", rf"\1{workdirs}/", word) for word in words]
-    words = [re.sub(r"^runs/tour(?=/|$)", str(workdirs), word) for word in words]
+    words = [re.sub(r"(^|=|:)runs/tour(?=/|$)", rf"\1{workdirs}/tour", word) for word in words]
     # A sixth of the text; the module that is run keeps its name.
     words[3:] = [re.sub(r"^(--input=|)jaxtrain$", r"\1jaxtrain/data", word) for word in words[3:]]
     # A config that comes first is the same as --config=CONFIG (tests/test_cli.py).
@@ -93,7 +108,8 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
             *SMALL, f"--config.train.sample_tokens={samples}"]
         named = [i for i, word in enumerate(words) if word.startswith("--workdir=")]
         for i in named:
-            words[i] = f"--workdir={workdirs / words[i].rpartition('/')[2]}"
+            if not words[i].startswith(f"--workdir={workdirs}/tour/"):
+                words[i] = f"--workdir={workdirs / words[i].rpartition('/')[2]}"
         words += [] if named else [f"--workdir={workdirs / re.sub(r'[^a-z0-9]+', '-', command)}"]
         words += [f"--config.mesh.{axis}={1 if axis != 'data' else -1}" for axis in ("data", "fsdp", "tensor")
                   if where and ":tiny" in words[where[0]] and "configs/gpt" not in words[where[0]]]
@@ -122,6 +138,28 @@ def run(forked, tmp_path_factory):
     return once
 
 
+def pages_of(executed: set) -> dict[Path, int]:
+    """The pages of which all was executed that tests of this file execute, and how many commands and blocks that is."""
+    runnable = {key_of(command) for chain in chains() for command in chain.values[0]}
+    found = {}
+    for path in DOCS:
+        text = path.read_text()
+        wanted = {*shown_on(path)} & runnable | {(path.name, number) for number in range(len(PYTHON.findall(text)))}
+        wanted |= {command for command, _ in CONSOLE.findall(text)}
+        if wanted and wanted <= executed:
+            found[path] = len(wanted)
+    return found
+
+
+@pytest.fixture(scope="module")
+def executed():
+    """The commands and blocks that ran without a mistake; with JAXTRAIN_EXECUTED, its pages are recorded in the end."""
+    found: set = set()
+    yield found
+    if os.environ.get("JAXTRAIN_EXECUTED"):
+        executed_pages.record(pages_of(found))
+
+
 @pytest.fixture(scope="module")
 def workdirs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
@@ -148,7 +186,7 @@ def chains() -> list:
             "tools/release/mutants", "tools/release/proof_mutants", "tools/release/bisection_mutants",
             "python examples/", "jaxtrain launch", "jaxtrain jobs", "jaxtrain sweep", "jaxtrain compile", "--compiled=",
             "jaxtrain bisect", "data trace configs/")
-    commands = [command for command in shown() if re.search("examples/(reinforce|sft)", command) or not any(
+    commands = [command for command in shown() if re.search(TRIED, command) or not any(
         word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=made)]
     found = [chain for group in groups for chain in ([group] if made(group[0]) else [[one] for one in group])]
@@ -158,9 +196,10 @@ def chains() -> list:
 
 
 @pytest.mark.parametrize("commands", chains())
-def test_shown_commands_run(commands, workdirs, run):
+def test_shown_commands_run(commands, workdirs, run, executed):
     for command in commands:
         run(*small(command, workdirs))
+        executed.add(key_of(command))
 
 
 @pytest.mark.slow
@@ -171,17 +210,19 @@ def test_shown_test_command_collects(command, run):
 
 @pytest.mark.parametrize(("command", "output"), [
     pytest.param(*shown, marks=pytest.mark.slow if "sweep" in shown[0] else ()) for path in DOCS
-    for shown in re.findall(r"^```console\n\$ .venv/bin/jaxtrain (.*)\n((?s:.*?))^```", path.read_text(), re.M)])
-def test_shown_output_is_what_the_command_prints(command, output):
+    for shown in CONSOLE.findall(path.read_text())])
+def test_shown_output_is_what_the_command_prints(command, output, executed):
     words = [sys.executable, "-m", "jaxtrain", *shlex.split(command)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout == output, done.stderr[-3000:]
+    executed.add(command)
 
 
 @pytest.mark.parametrize("path,number", [
     pytest.param(path, number, marks=pytest.mark.slow if (path.name, number) in LONG else ())
     for path in DOCS for number in range(len(PYTHON.findall(path.read_text())))],
     ids=lambda value: value.name if isinstance(value, Path) else str(value))
-def test_shown_python_runs(path, number, run):
+def test_shown_python_runs(path, number, run, executed):
     block = PYTHON.findall(path.read_text())[number].replace("h100x8", "h100x2")  # few layouts
     run([sys.executable, "-c", block], {"XLA_FLAGS": virtual_devices(2)})
+    executed.add((path.name, number))

@@ -13,6 +13,7 @@ def check_xla_flags() -> None:
     """Refuse flags that jaxlib does not take. Call it before JAX is imported, while the process has one thread."""
     if not os.environ.get("XLA_FLAGS"):
         return
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # as JAX does, which is imported after jaxlib here
     from jaxlib import xla_client
 
     read, write = os.pipe()

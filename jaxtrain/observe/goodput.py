@@ -14,7 +14,7 @@ CATEGORIES = {  # in the order of the table
     "checkpoint": "held up by saves",
     "eval": "evaluations",
     "exchange": "exchanges with other islands",
-    "init": "from the start to the first step, less what follows",
+    "init": "starting up, before the first step",
     "compile": "compiling",
     "restore": "reading checkpoints",
     "lost_work": "steps done again, or never saved",
@@ -135,19 +135,18 @@ def incarnations(workdir: str | Path) -> list[Incarnation]:
 
 def table(life: Account) -> str:
     """Return the account as a table for people."""
-    whole = sum(life.seconds.values())
-    starts = len(life.incarnations)
+    whole, starts = sum(life.seconds.values()), len(life.incarnations)
     lines = [f"where {duration(whole)} went ({starts} start{'s' * (starts != 1)}, {life.failures} failed):"]
     for category, meaning in CATEGORIES.items():
-        if seconds := life.seconds[category]:
+        if (seconds := life.seconds[category]) >= 0.05:  # of less, a row would have zeros only
             share = f"{seconds / life.life:6.1%}" if category != "idle" and life.life > 0 else "     -"
             lines.append(f"  {category:<11} {duration(seconds):>10} {share}  {meaning}")
     last = life.incarnations[-1]
     ahead = f"; step {life.step} of {last.last_step}"
     if life.left and last.ended != "finished":
         ahead += f", about {duration(life.left)} to go"
-    lines.append(f"goodput {life.goodput:.1%}, ETTR {life.ettr:.1%}{ahead}")
-    return "\n".join(lines)
+    productive = f"goodput {life.goodput:.1%} (steps), ETTR {life.ettr:.1%} (and batches, saves, evaluations)"
+    return "\n".join([*lines, productive + ahead])
 
 
 def duration(seconds: float) -> str:

@@ -42,14 +42,13 @@ class Ledger:
             wall: the clock that dates the start of the run, in seconds since 1970.
         """
         self._workdir, self._stopped, self._every, self.now = Path(workdir), stopped, every, now
-        self._lock = threading.RLock()
-        self._doing = ["init"]
+        self._lock, self._end = threading.RLock(), threading.Event()
+        self._doing, self.ending = ["init"], ""  # the text is printed below the table, if the run has ended well
         self._dispatched = self._completed = 0
         self._own = Incarnation(began=wall())
         self._since = now()
         self._file: Path | None = None  # None until opened, and always in other processes
         self._earlier: list[Incarnation] = []
-        self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
     # ---------------------------------------------------------------------------------------------------------- booking
@@ -173,8 +172,9 @@ class Ledger:
         if self._thread is not None:
             self._thread.join()
         self.write("finished" if kind is None else "stopped" if issubclass(kind, self._stopped) else "failed")
-        if self._file is not None:
-            say(table(self.account()))
+        ended = kind is None and jax.process_index() == 0
+        for text in filter(None, (self._file and table(self.account()), ended and self.ending)):
+            say(text)
 
     def _keep_writing(self) -> None:
         while not self._end.wait(self._every):

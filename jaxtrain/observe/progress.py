@@ -15,7 +15,7 @@ _OF_STEPS, _OF_TIME = ("step_time_s", "data_wait_s"), ("tokens_per_s", "examples
 
 
 class Progress:
-    """A sink that shows step, loss, throughput, time left and data wait.
+    """A sink that shows step, loss, throughput, time left, and the share of time spent waiting for data if it matters.
 
     On a terminal it is redrawn at most ten times a second. Elsewhere a line is printed at the first step and
     about every tenth of the run, and for every evaluation. Times and speeds are means over the steps since the line
@@ -88,8 +88,8 @@ def _text(record: Record, steps: int) -> str:
     step = int(record["step"] or 0)
     parts = [f"step {step}/{steps}"]
     if "eval_loss" in record:
-        shown = "eval_loss", "eval_loss_ema", "eval_bits_per_byte"
-        parts += [f"{key} {_value(record[key])}" for key in shown if key in record]
+        shown = {"eval_loss": "evaluation loss", "eval_loss_ema": "with averages", "eval_bits_per_byte": "bits/byte"}
+        parts += [f"{words} {_value(record[key])}" for key, words in shown.items() if key in record]
         return "  ".join(parts)
     parts += [f"{key} {_value(record.get(key))}" for key in ("loss", "reward") if key in ("loss", *record)]
     parts += [f"{record[key]:,.0f} {unit}/s" for unit in ("tokens", "examples") if record.get(key := f"{unit}_per_s")]
@@ -97,8 +97,8 @@ def _text(record: Record, steps: int) -> str:
         parts.append(f"mfu {record['mfu']:.1%}")
     if record.get("step_time_s"):
         parts.append(f"{_duration((steps - step) * record['step_time_s'])} left")
-    if record.get("data_wait_s") is not None:
-        parts.append(f"data wait {1000 * record['data_wait_s']:.1f} ms")
+        waits = (record.get("data_wait_s") or 0) / record["step_time_s"]
+        parts += [f"waits for data {waits:.0%} of the time"] * (waits >= 0.02)  # less is as it should be
     return "  ".join(parts)
 
 

@@ -1,5 +1,6 @@
 """Drawings of a mesh, and of which devices hold which part of an array."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxtrain.pages.notebook_drawing import Cell, Drawing, grid
+from jaxtrain.pages import grid_svg
+from jaxtrain.pages.notebook_drawing import Cell, Drawing, Grid
 from jaxtrain.pages.page_parts import facts, fragment, html_table
 from jaxtrain.sharding.axis_rules import AnyMesh, SpecEntry
 
@@ -28,7 +30,7 @@ def of_mesh(mesh: AnyMesh) -> Drawing:
     cells = [Cell(f"{device}", f"process {process}" if several else "", process if several else number // first)
              for number, (device, process) in enumerate(zip(devices, processes, strict=True))]
     axes = {axis: [f"{axis} {i}" for i in range(size)] for axis, size in sizes.items()}
-    return Drawing(_figure(f"Mesh: {names}", _drawn(axes, cells)), f"mesh: {names}; devices {_listed(devices)}")
+    return _figure(f"Mesh: {names}", _drawn(axes, cells), f"mesh: {names}; devices {_listed(devices)}")
 
 
 def of_placement(mesh: AnyMesh, said: Mapping[str, str], head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -54,7 +56,7 @@ def of_array(array: jax.Array | jax.ShapeDtypeStruct, names: Sequence[str | None
     cells = [Cell(_listed(devices), f"{each:,} B", number) for number, devices in enumerate(held.values())]
     lines = [f"[{', '.join(f'{low}:{high}' for low, high in part)}] on {_listed(devices)}"
              for part, devices in itertools.islice(held.items(), MOST)]
-    return Drawing(_figure(title, _drawn(split, cells)), "\n".join([title, *lines]))
+    return _figure(title, _drawn(split, cells), "\n".join([title, *lines]))
 
 
 def _held(array: jax.Array | jax.ShapeDtypeStruct) -> dict[Part, list[int]]:
@@ -99,16 +101,16 @@ def _axes(sharding: jax.sharding.Sharding) -> Iterator[tuple[int, str]]:
                 yield i, "+".join(axes)
 
 
-def _drawn(axes: Mapping[str, Sequence[str]], cells: Sequence[Cell]) -> Iterator[str]:
-    """Yield a grid for each place on all but the last two axes, as far as there is room for them."""
+def _drawn(axes: Mapping[str, Sequence[str]], cells: Sequence[Cell]) -> Iterator[Grid | str]:
+    """Yield a grid for each place on all but the last two axes, as far as there is room, and how many are left out."""
     labels = [*axes.values()]
     if len(labels) < 2:  # a row, or several below each other where it is long
         names, wide = (labels or [[""]])[0], WIDE
-        yield grid("", [f"+{i}" if i else "" for i in range(min(wide, len(names)))] if len(names) > wide else names, [
+        yield Grid("", [f"+{i}" if i else "" for i in range(min(wide, len(names)))] if len(names) > wide else names, [
             (names[i] if len(names) > wide else "", cells[i:i + wide])
             for i in range(0, min(len(names), MOST), wide)])
         if len(names) > MOST:
-            yield f"<p>and {len(names) - MOST:,} more</p>"
+            yield f"and {len(names) - MOST:,} more"
         return
     *others, rows, columns = labels
     size = len(rows) * len(columns)
@@ -116,14 +118,17 @@ def _drawn(axes: Mapping[str, Sequence[str]], cells: Sequence[Cell]) -> Iterator
     high = len(rows[:max(1, MOST // wide)])
     for number, place in enumerate(itertools.islice(itertools.product(*others), shown)):
         own = cells[number * size:(number + 1) * size]
-        yield grid(", ".join(place), columns[:wide], [(name, own[i * len(columns):i * len(columns) + wide])
+        yield Grid(", ".join(place), columns[:wide], [(name, own[i * len(columns):i * len(columns) + wide])
                                                       for i, name in enumerate(rows[:high])])
     if len(cells) > (drawn := min(shown, len(cells) // size) * high * wide):
-        yield f"<p>and {len(cells) - drawn:,} more</p>"
+        yield f"and {len(cells) - drawn:,} more"
 
 
-def _figure(title: str, grids: Iterable[str]) -> str:
-    return "\n".join([f"<figure><figcaption>{escape(title)}</figcaption>", *grids, "</figure>"])
+def _figure(title: str, grids: Iterable[Grid | str], text: str) -> Drawing:
+    shown = [*grids]
+    html = (one.html() if isinstance(one, Grid) else f"<p>{one}</p>" for one in shown)
+    return Drawing("\n".join([f"<figure><figcaption>{escape(title)}</figcaption>", *html, "</figure>"]), text,
+                   functools.partial(grid_svg.drawn, title, shown))
 
 
 def _name(i: int, names: Sequence[str | None]) -> str:

@@ -260,5 +260,5 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         raise Interrupted(done, interrupt.signal)
     if patience.over and start < begun.last:
         patience.record()
-    say(end_of_run(run, session, state, (start, done), begun.trackers.sampled, patience.reason(checkpoints)))
+    ledger.ending = end_of_run(run, session, state, (start, done), begun.trackers.sampled, patience.reason(checkpoints))
     return state

@@ -116,7 +116,8 @@ def end_of_run(run: Run, session: Session, state: TrainState, steps: tuple[int, 
     cost = spending.of_run(session.ledger.account(), jax.devices()[0].device_kind, run.mesh.size)
     said = [line for line in (early, cost) if line]
     if t.sample_tokens:
-        said.append(f"a sample:\n{sampled.get(end) or sample_of(run, session, state, end)}")
+        said.append("a sample of what the model writes now:\n"
+                    + (sampled.get(end) or sample_of(run, session, state, end)))
     return "\n".join([*said, *next_steps(run, session.workdir, end)])
 
 
@@ -135,7 +136,8 @@ def next_steps(run: Run, workdir: Path, end: int) -> list[str]:
     losses: dict[str, Any] = {}
     for line in LogTail(workdir / "metrics.jsonl", {"step": int}, _NEWEST).added():
         losses |= {key: line[key] for key in ("loss", "eval_loss", "reward") if key in line}
-    figures = "".join(f", {key} {value:.4f}" if isinstance(value, int | float) else f", {key} not finite"
+    figures = "".join(f", {key.replace('eval_', 'evaluation ')} "
+                      + (f"{value:.4f}" if isinstance(value, int | float) else "not finite")
                       for key, value in losses.items())
     commands = [f"jaxtrain report {workdir}"]
     if not run.own and run.config.model.text:
@@ -158,7 +160,7 @@ def sample_of(run: Run, session: Session, state: TrainState, step: int) -> str:
 
 
 def summary(run: Run, workdir: Path) -> str:
-    """Describe the run in three lines: model and devices, data and steps, how documents become rows."""
+    """Describe the run in three lines: model and devices, data and how rows are made of it, steps and workdir."""
     c = run.config
     trained, count = (sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
                       for params in (run.abstract.params, as_floats(abstract_model(run))))
@@ -179,8 +181,8 @@ def summary(run: Run, workdir: Path) -> str:
             shapes = shapes.removesuffix(" x 1")
         return f"{head}{c.train.steps} steps of {shapes or 'no'} {what}; workdir {workdir}"
     there, rows, unit = _of_data(run)
-    return (f"{head}{there}; {c.train.steps} steps of {shapes or 'no'} {unit}; workdir {workdir}\n"
-            f"{rows}; {epochs(run.batch_source, c.train.steps)}")
+    return (f"{head}{there}; {rows}\n{c.train.steps} steps of {shapes or 'no'} {unit}, "
+            f"{epochs(run.batch_source, c.train.steps)}; workdir {workdir}")
 
 
 def _of_data(run: Run) -> tuple[str, str, str]:

@@ -313,9 +313,9 @@ def test_for_people(tmp_path, capsys):
     assert capsys.readouterr().out == """\
 where 2:03:30 h went (1 start, 0 failed):
   step         2:00:00 h  97.2%  steps that count
-  init          1:30 min   1.2%  from the start to the first step, less what follows
+  init          1:30 min   1.2%  starting up, before the first step
   compile       2:00 min   1.6%  compiling
-goodput 97.2%, ETTR 97.2%; step 600 of 1200, about 2:03:30 h to go
+goodput 97.2% (steps), ETTR 97.2% (and batches, saves, evaluations); step 600 of 1200, about 2:03:30 h to go
 """
     assert goodput_command.main([str(tmp_path), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

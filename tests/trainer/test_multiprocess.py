@@ -128,7 +128,7 @@ def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
         # The gradient of a key's bias is rounding noise, and Adam enlarges it: hence the absolute part.
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     assert json.loads((tmp_path / "run.json").read_text())["process_count"] == 2
-    assert ("a sample:\n" in first) == (mesh == "product")
+    assert ("a sample of what the model writes now:\n" in first) == (mesh == "product")
     assert f"step {STEPS}/{STEPS}" in first and second == ""  # one of them speaks
 
     # What two processes saved, one process goes on from.

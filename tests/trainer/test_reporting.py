@@ -33,7 +33,7 @@ def test_the_end_says_losses_checkpoint_and_commands_and_on_devices_that_have_a_
         monkeypatch, session, kind, cost):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
     workdir = session.workdir
-    done = [*cost, f"done: step 10, loss 1.2500, eval_loss 9.5000; checkpoint {workdir}/checkpoints/10",
+    done = [*cost, f"done: step 10, loss 1.2500, evaluation loss 9.5000; checkpoint {workdir}/checkpoints/10",
             f"next: jaxtrain report {workdir}"]
     assert end_of_run(make_run(own=True), session, None, (5, 10), {}).splitlines() == done
     assert end_of_run(make_run(text=False), session, None, (5, 10), {}).splitlines() == done
@@ -49,7 +49,8 @@ def test_the_end_of_a_reward_model_suggests_no_command_that_generates(session):
 def test_a_last_loss_that_is_not_finite_is_said_to_be_so(session):
     with (session.workdir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 10, "loss": null}\n')
-    assert "done: step 10, loss not finite, eval_loss 9.5000;" in end_of_run(make_run(), session, None, (5, 10), {})
+    said = end_of_run(make_run(), session, None, (5, 10), {})
+    assert "done: step 10, loss not finite, evaluation loss 9.5000;" in said
 
 
 def test_a_finished_run_says_how_to_train_longer(session):

@@ -115,14 +115,14 @@ def _bucketed(config: DataConfig, corpus: Corpus) -> tuple[Any, tuple[int, ...]]
 
 
 def packing(config: DataConfig, corpus: Corpus) -> str:
-    """Summarise for the log how full the rows of the train split are and how many documents are cut."""
+    """Return for the log how the documents of the train split become rows."""
     if config.packing == "bucket":
         from jaxtrain.data.loading.bucketing import padding
 
         documents, lengths = _bucketed(config, corpus)
         full = 1 - padding(documents.lengths, lengths)
-        return (f"bucket: rows of {', '.join(map(str, lengths))} are {full:.2%} full, "
-                f"{documents.cut:,} of {corpus.train.num_documents:,} documents are cut")
+        return (f"each document is a row of {', '.join(map(str, lengths))} tokens; rows are {full:.2%} full"
+                f"{_too_long(documents.cut, corpus.train.num_documents, 'documents', 'cut')}")
     full, cut, documents = [], 0, 0
     for part in filter(_trains, corpus.parts.values() or [corpus]):
         made = _packed(config, part, "train", config.seq_len)
@@ -131,15 +131,21 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
         documents += part.train.num_documents
     apart = [name for name, part in corpus.parts.items() if not _trains(part)]
     only = f"; {', '.join(apart)}: evaluation only" if apart else ""
-    cuts = f"{cut:,} of {documents:,} documents are cut"
-    if config.packing in ("pairs", "answers"):
-        number = documents // 2 if config.packing == "pairs" else documents
-        cuts = f"{cut:,} of {number:,} {config.packing} are longer than data.seq_len and dropped"
+    if config.packing == "concat":
+        return f"documents are joined end to end and cut into rows of {config.seq_len} tokens{only}"
     fill = sum(share * count for share, count in full) / sum(count for _, count in full)
-    return f"{config.packing}: rows are {fill:.2%} full, {cuts}{only}"
+    what, number, then = "documents", documents, "cut"
+    if config.packing in ("pairs", "answers"):
+        what, number, then = config.packing, documents // 2 if config.packing == "pairs" else documents, "left out"
+    return (f"whole {what} share rows of {config.seq_len} tokens, which are {fill:.2%} full"
+            f"{_too_long(cut, number, what, then)}{only}")
+
+
+def _too_long(count: int, of: int, what: str, then: str) -> str:
+    return f"; {count:,} of {of:,} {what} are longer and {then}" if count else ""
 
 
 def epochs(batches: BatchSource, steps: int) -> str:
-    """Summarise for the log how many epochs over each source the given steps make."""
-    return ", ".join(f"{count:.3g} epochs" + (f" of {name}" if name else "")
-                     for name, count in batches.epochs(steps).items())
+    """Return for the log how much of each source the given steps read."""
+    return ", ".join((f"{count:.3g} epochs" if count > 1 else f"{count:.2g} of an epoch")
+                     + (f" of {name}" if name else "") for name, count in batches.epochs(steps).items())

@@ -113,7 +113,7 @@ def test_rows_have_texts_labels_or_sequences_beside_the_patches(stored):
     assert [PairedImages(corpus.train, 48, 3, *places).cut for places in ((11,), (12,), (12, -1, 9))] == [5, 0, 5]
     rows = PairedImages(corpus.train, 48, 3, text_len=9, end=256)
     assert image_batches.summary(ImageBatches(rows, global_batch_size=1, seed=0), corpus)[1].endswith(
-        "% full, 5 of 5 captions are cut to 8 tokens (model.text_len)")
+        "% full; 5 of 5 captions are cut to 8 tokens (model.text_len)")
     sequences = CaptionedImages(corpus.train, 48, 3, end=256)
     for row in (sequences[i] for i in range(len(sequences))):
         for segment in range(1, row["segments"].max() + 1):

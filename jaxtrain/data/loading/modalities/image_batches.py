@@ -92,6 +92,6 @@ def summary(batches: Any, corpus: SequenceCorpus) -> tuple[str, str]:
     """Return for the log how much there is in each split, how full rows are, and how many captions lose their ends."""
     rows = batches.images
     cut = rows.cut if isinstance(rows, PairedImages) else 0
-    lost = f", {cut:,} of {len(corpus.train):,} captions are cut to {rows.room} tokens (model.text_len)" if cut else ""
+    lost = f"; {cut:,} of {len(corpus.train):,} captions are cut to {rows.room} tokens (model.text_len)" if cut else ""
     return (f"{len(corpus.train):,} training and {len(corpus.eval):,} evaluation images",
-            f"best_fit: {len(rows):,} rows of up to {rows.most} images are {rows.fill:.2%} full{lost}")
+            f"they share {len(rows):,} rows of up to {rows.most} images, which are {rows.fill:.2%} full{lost}")

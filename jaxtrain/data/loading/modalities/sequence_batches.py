@@ -68,13 +68,14 @@ def sequence_batches(config: DataConfig, corpus: SequenceCorpus, split: str,
 
 
 def summary(config: DataConfig, corpus: SequenceCorpus) -> tuple[str, str]:
-    """Return for the log how much there is in each split, and how full the rows of its buckets are."""
+    """Return for the log how much there is in each split, and how sequences become rows."""
     lengths = np.minimum(corpus.train.counts(), config.seq_len)
     buckets = bucket_lengths(config, lengths, "steps")
     cut = int((corpus.train.counts() > config.seq_len).sum())
     return (f"{len(corpus.train):,} training and {len(corpus.eval):,} evaluation sequences",
-            f"bucket: rows of {', '.join(map(str, buckets))} are {1 - padding(lengths, buckets):.2%} full, "
-            f"{cut:,} of {len(lengths):,} sequences are cut")
+            f"each sequence is a row of {', '.join(map(str, buckets))} steps; rows are "
+            f"{1 - padding(lengths, buckets):.2%} full"
+            + (f"; {cut:,} of {len(lengths):,} sequences are longer and cut" if cut else ""))
 
 
 def _check(sequences: Sequences, name: str, array: Array) -> None:
