@@ -76,6 +76,9 @@ class RemoteAnswers:
 
         return self.sampler.ask(many, asking, weights, recorded)
 
+    def before_save(self) -> None:
+        """Do nothing: the weights of outstanding answers are in files."""
+
     def stop(self) -> None:
         """Cancel outstanding requests; return at once."""
         self.sampler.stop()
