@@ -18,7 +18,8 @@ from tests.tuning.samplers.test_sampler_server import ASKED, TINY
 
 pytestmark = pytest.mark.usefixtures("cache")
 PART = {"train__trainable": ("*/mlp/*",)}
-ADAPTERS = {"lora__rank": 2, "lora__dora": True, "lora__targets": ("q_proj", "v_proj")}  # which are sent as parts of matrices
+# Which are sent as parts of matrices.
+ADAPTERS = {"lora__rank": 2, "lora__dora": True, "lora__targets": ("q_proj", "v_proj")}
 
 
 def runs_of(family="llama", **keys):
