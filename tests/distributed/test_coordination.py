@@ -1,4 +1,4 @@
-"""What processes agree on through JAX's coordination service: each gets the answer, and nothing of it stays there."""
+"""Agreements of processes through JAX's coordination service: each gets the answer, and nothing of it stays there."""
 
 import threading
 import time

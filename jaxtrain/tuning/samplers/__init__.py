@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jaxtrain.hub.generate import Generated
+from jaxtrain.tuning.samplers.asked_in_turn import AnyWeights
 from jaxtrain.tuning.samplers.completions import Answering
 
 if TYPE_CHECKING:
@@ -13,35 +14,21 @@ if TYPE_CHECKING:
     from jaxtrain.train_step.state import TrainState
 
 
-class Weights(Protocol):
-    """The weights after a step, where a sampler has them."""
-
-    @property
-    def step(self) -> int:
-        """The step."""
-        ...
-
-    @property
-    def version(self) -> str:
-        """The step, and a hash of the weights."""
-        ...
-
-
 class Sampler(Protocol):
     """The protocol of what answers in place of the run. Every process calls all methods, in the same order.
 
     Weights are its own: it gets those that it has returned.
     """
 
-    def written(self, step: int, state: "TrainState") -> Weights:
+    def written(self, step: int, state: "TrainState") -> AnyWeights:
         """Return the weights after this step, ready to be sent."""
         ...
 
-    def kept(self, step: int) -> Weights | None:
+    def kept(self, step: int) -> AnyWeights | None:
         """Return the weights after this step that an earlier start of the run left."""
         ...
 
-    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: Any,
+    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: AnyWeights,
             record: Callable[[list[Generated]], None]) -> Sequence[Generated]:
         """Return at once a sequence of so many answers by these weights, which waits when it is read.
 

@@ -1,4 +1,4 @@
-"""What is asked of a sampler, in order, on a thread beside the steps."""
+"""Questions to a sampler, which a thread beside the steps has answered in order."""
 
 import queue
 import threading
@@ -6,22 +6,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning.samplers.awaited import Awaited
 from jaxtrain.tuning.samplers.completions import Answering
 
 Record = Callable[[list[Generated]], None]
+W = TypeVar("W")  # the weights of a kind of sampler
+
+
+class AnyWeights(Protocol):
+    """The weights after a step, where a sampler has them."""
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """The step, and a hash of the weights."""
+        ...
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Generic[W]):
     """So many answers that are wanted by these weights."""
 
     many: int
     asking: Callable[[Answering], list[Generated]]
-    weights: Any
+    weights: W
     record: Record
     future: "Future[list[Generated]]"
 
@@ -30,21 +45,21 @@ class Stopped(Exception):
     """Raised where nothing is wanted any more."""
 
 
-class AskedInTurn(ABC):
+class AskedInTurn(ABC, Generic[W]):
     """Answers that one thread has made, those that were asked for first before the others."""
 
     patience_s: ClassVar[float | None] = 5.0  # for what is under way to end when it is no longer wanted; None: any
 
     def __init__(self):
-        self._stop, self._queue = threading.Event(), queue.SimpleQueue[Job | None]()
+        self._stop, self._queue = threading.Event(), queue.SimpleQueue[Job[W] | None]()
         self._thread: threading.Thread | None = None
         self._fields: dict[str, float] = {}
 
     @abstractmethod
-    def _made(self, job: Job, stop: threading.Event) -> list[Generated]:
+    def _made(self, job: Job[W], stop: threading.Event) -> list[Generated]:
         """Return all answers of a job; raise `Stopped` soon after the event."""
 
-    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: Any, record: Record) -> Awaited:
+    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: W, record: Record) -> Awaited:
         """Have so many answers made by these weights; returns at once.
 
         Args:
@@ -79,7 +94,7 @@ class AskedInTurn(ABC):
         found, self._fields = self._fields, {}
         return found
 
-    def _work(self, asked: "queue.SimpleQueue[Job | None]", stop: threading.Event) -> None:
+    def _work(self, asked: "queue.SimpleQueue[Job[W] | None]", stop: threading.Event) -> None:
         while (job := asked.get()) is not None:
             try:
                 if stop.is_set():

@@ -26,7 +26,7 @@ from jaxtrain.hub.generate import Generated, generate
 from jaxtrain.run import abstract_model
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.train_step import partition
-from jaxtrain.tuning.samplers.asked_in_turn import AskedInTurn, Job, Record, Stopped
+from jaxtrain.tuning.samplers.asked_in_turn import AnyWeights, AskedInTurn, Job, Record, Stopped
 from jaxtrain.tuning.samplers.awaited import Awaited
 from jaxtrain.tuning.samplers.completions import Answering
 
@@ -49,7 +49,7 @@ class Copied:
     state: "TrainState"
 
 
-class DeviceSampler(AskedInTurn):
+class DeviceSampler(AskedInTurn["Copied"]):
     """The devices of this process that answer, and the weights that they have."""
 
     patience_s = None  # Python must not end while programs run on devices
@@ -96,7 +96,7 @@ class DeviceSampler(AskedInTurn):
         """Return the weights after this step if they are still there."""
         return self._known.get(step)
 
-    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: Copied,
+    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: AnyWeights,
             record: Record) -> Awaited:
         """Have answers made by these weights; weights before them are dropped when the answers are on record."""
         def recorded(answers: list[Generated]) -> None:
@@ -104,7 +104,7 @@ class DeviceSampler(AskedInTurn):
             for step in [step for step in self._known if step < weights.step]:
                 del self._known[step]
 
-        found = super().ask(many, asking, weights, recorded)
+        found = super().ask(many, asking, self._known[weights.step], recorded)
         self._outstanding = [one for one in (*self._outstanding, found.future) if one is not None and not one.done()]
         return found
 
@@ -117,7 +117,7 @@ class DeviceSampler(AskedInTurn):
         super().forget()
         self._known, self._frozen, self._outstanding = {}, None, []
 
-    def _made(self, job: Job, stop: threading.Event) -> list[Generated]:
+    def _made(self, job: Job[Copied], stop: threading.Event) -> list[Generated]:
         """Return all answers of a job."""
         tokens, seconds = 0, 0.0
 

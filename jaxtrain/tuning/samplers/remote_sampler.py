@@ -27,7 +27,7 @@ AT_ONCE = 128  # requests
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)  # before the next try; the last one again and again
 
 
-class RemoteSampler(AskedInTurn):
+class RemoteSampler(AskedInTurn[Weights]):
     """A server that answers for the first process."""
 
     def __init__(self, server: VllmServer, terms: Terms, timeout_s: float, adapters: bool, workdir: Path | None = None):
@@ -38,7 +38,7 @@ class RemoteSampler(AskedInTurn):
         self._sent = ""  # the version that it was sent last
         self._checked = terms.temperature == 1
 
-    def _made(self, job: Job, stop: threading.Event) -> list[Generated]:
+    def _made(self, job: Job[Weights], stop: threading.Event) -> list[Generated]:
         """Return all answers of a job; raise UserError if they are not there in time."""
         start = time.monotonic()
         server, tokens, seconds = replace(self.server, until=start + self.timeout_s), 0, 0.0
@@ -65,7 +65,7 @@ class RemoteSampler(AskedInTurn):
         self._fields["rollout_tokens_per_s"] = tokens / max(seconds, 1e-9)
         return answers
 
-    def _answers(self, server: VllmServer, job: Job, questions: Sequence[Question],
+    def _answers(self, server: VllmServer, job: Job[Weights], questions: Sequence[Question],
                  stop: threading.Event) -> list[Generated]:
         """Return the answers to questions; raise UserError if they are not there in time."""
         tries, found = 0, {}
@@ -121,7 +121,7 @@ class RemoteSampler(AskedInTurn):
         self._sent = weights.version
         self._add("sampler_load_s", time.monotonic() - began)
 
-    def _asked(self, server: VllmServer, job: Job, questions: Sequence[Question], vouched: "_Vouched",
+    def _asked(self, server: VllmServer, job: Job[Weights], questions: Sequence[Question], vouched: "_Vouched",
                n: int) -> Generated | Failed:
         """Return an answer, or why there is none that may come yet."""
         one = questions[n]
@@ -141,10 +141,10 @@ class RemoteSampler(AskedInTurn):
                             "use a server whose completions support return_token_ids and logprobs, such as vLLM, with "
                             "the model of this run") from None
 
-    def _model(self, job: Job) -> str:
+    def _model(self, job: Job[Weights]) -> str:
         return job.weights.version if self.adapters else self.server.model
 
-    def _check_temperature(self, server: VllmServer, job: Job, question: Question) -> None:
+    def _check_temperature(self, server: VllmServer, job: Job[Weights], question: Question) -> None:
         """Refuse a server whose log-probabilities are not of the model at the temperature of sampling."""
         if self._checked:
             return

@@ -25,7 +25,7 @@ def on_four():
 
 
 def told(workdir):
-    """What is on record of each step's answers."""
+    """Return the answers of each step that are on record."""
     return {path.stem: [json.loads(line) for line in path.read_text().splitlines()]
             for path in (workdir / "rollouts").glob("*.jsonl")}
 

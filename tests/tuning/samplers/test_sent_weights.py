@@ -1,4 +1,4 @@
-"""What is sent to a sampler: what has changed since what it has, and everything where it may have something else."""
+"""Weights for a sampler: what has changed since what it has, and everything where it may have something else."""
 
 import shutil
 from dataclasses import replace
