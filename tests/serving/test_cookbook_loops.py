@@ -1,4 +1,4 @@
-"""The loops of the package tinker_cookbook, as they are, against a server: conversations, preferences, rewards, a game.
+"""The loops of the package tinker_cookbook, as they are, against a server: conversations, preferences, rewards.
 
 The package is not among the extras: docs/serve-training.md says why, and how to install it for this test.
 """
@@ -25,7 +25,7 @@ def cookbook(tmp_path_factory, cache):
         from tinker_cookbook import tokenizer_utils
         from transformers import AutoTokenizer
 
-        folder = tiny_model.write(tmp_path_factory.mktemp("served") / "model", longest=4096)
+        folder = tiny_model.write(tmp_path_factory.mktemp("served") / "model")
         tokenizer_utils.register_tokenizer(tiny_model.NAME, lambda: AutoTokenizer.from_pretrained(f"{folder}"))
         with tiny_model.served(folder, tmp_path_factory.mktemp("saved"), batch_tokens=4096) as server:
             yield server
@@ -134,19 +134,3 @@ def test_its_loop_of_preferences_learns_them(cookbook, tmp_path):
     train_dpo.main(config)
     losses = metrics(config, "dpo_loss")
     assert abs(losses[0] - 0.6931) < 1e-3 and losses[-1] < 0.5  # the reference, and then better
-
-
-def test_its_game_of_several_turns_is_played(cookbook, tmp_path):
-    """The recipe multiplayer_rl/guess_number: up to ten turns, each of which is at fault until the form is learnt."""
-    from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import GuessNumberDatasetBuilder
-    from tinker_cookbook.rl import train
-
-    builder = GuessNumberDatasetBuilder(batch_size=2, renderer_name="role_colon", train_group_size=4,
-                                        model_name=tiny_model.NAME, train_fraction=0.006)
-    config = train.Config(log_path=f"{tmp_path}/log", model_name=tiny_model.NAME, recipe_name="test",
-                          renderer_name="role_colon", dataset_builder=builder, learning_rate=1e-3, max_tokens=8,
-                          lora_rank=4, base_url=cookbook.url, save_every=0, eval_every=0)
-    asyncio.run(train.main(config))
-    assert metrics(config, "progress/batch") == [0, 1, 2]
-    assert all(turns == 10 for turns in metrics(config, "env/all/turns_per_episode"))
-    assert max(map(abs, metrics(config, "optim/kl_sample_train_v1")[:1])) < 1e-5
