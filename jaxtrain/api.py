@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -24,6 +23,7 @@ from jaxtrain.run.made_of_sections import configured
 from jaxtrain.run.own_model import Given
 from jaxtrain.sharding import drawings
 from jaxtrain.sharding.axis_rules import AnyMesh, Axes
+from jaxtrain.sharding.mesh import training_devices
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
@@ -37,7 +37,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         config: `mesh=auto` in it becomes the mesh that the planner expects to be fastest, and `train.epochs` a number
             of steps, for which the data are read.
         mesh: a mesh in place of the one that `config.mesh` describes.
-        devices: all of `jax.devices()` by default; an integer stands for that many absent devices.
+        devices: by default all of `jax.devices()` less `rl.sampler_devices`; an integer stands for that many absent
+            devices.
         platform: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu".
         objective: a function that makes the objective from the config and the model without its numbers.
         optimizer: an optax transformation in place of the one that `config.optimizer` names.
@@ -61,7 +62,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
                         "jt.Extension")
     own = Given(model, loss_fn, axes, gather, with_key) if model is not None or loss_fn is not None else None
     if mesh is None:
-        config = preflight.resolve(config, jax.devices() if devices is None else devices, own_parts=(
+        present = training_devices(config.rl.sampler_devices) if devices is None else devices
+        config = preflight.resolve(config, present, own_parts=(
             own is not None or optimizer is not None or objective != configured or bool(extensions)))
     if own is not None and objective != configured:
         raise UserError("objective", "a model of your own is trained by its loss_fn", "leave one of them out")

@@ -26,7 +26,7 @@ from jaxtrain.run.made_of_sections import configured, made_objective
 from jaxtrain.run.model_loss import ModelLoss, Schedules
 from jaxtrain.sharding import axis_rules, mesh_context
 from jaxtrain.sharding.axis_rules import AnyMesh, Rules
-from jaxtrain.sharding.mesh import AXES, check_mesh, make_mesh
+from jaxtrain.sharding.mesh import AXES, check_mesh, make_mesh, training_devices
 from jaxtrain.train_step import optimizers, partition, precision
 from jaxtrain.train_step.settings import StepSettings
 from jaxtrain.train_step.sharded_step import ShardedStep
@@ -52,7 +52,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         extended: extensions besides those that the config asks for.
     """
     data = data if data is None else as_batch_source(data)
-    devices = jax.devices() if devices is None else devices
+    devices = training_devices(config.rl.sampler_devices) if devices is None else devices
     if own is not None:
         from jaxtrain import own_builder
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError, say
+from jaxtrain.sharding.mesh import training_devices
 
 
 def measured(source: str, overrides: dict[str, str], steps: int, warmup: int = 5, *, compared: Sequence[str] = (),
@@ -36,7 +37,7 @@ def measured(source: str, overrides: dict[str, str], steps: int, warmup: int = 5
     if config.preference.reference == "precomputed":
         raise UserError("preference.reference", "a bench does not compute the reference's numbers before its steps",
                         "measure with a copy: preference.reference=copy")
-    run = build(preflight.resolve(config, jax.devices()))
+    run = build(preflight.resolve(config, training_devices(config.rl.sampler_devices)))
     contenders.refuse(list(compared), run)
     processes.connect(config.resilience.start_limit)
     if targets is None and (predicted := preflight.check(run)) and jax.process_index() == 0:

@@ -120,11 +120,10 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         gc.set_threshold(10_000)  # objects: each time JAX does something as well, which takes longer
         gc.enable()
     if resolved.mesh.auto or resolved.mesh.hsdp:  # now, so that an elastic run changes a mesh of known sizes
-        import jax
-
         from jaxtrain.plan import preflight
+        from jaxtrain.sharding.mesh import training_devices
 
-        resolved = preflight.resolve(resolved, jax.devices())
+        resolved = preflight.resolve(resolved, training_devices(resolved.rl.sampler_devices))
     if resolved.resilience.elastic:
         from jaxtrain.plan import elastic
 

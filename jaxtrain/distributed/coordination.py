@@ -22,7 +22,7 @@ def together(name: str, mine: Json, decide: Callable[[list[Json]], Json]) -> Jso
     """Return what process 0 decides on the values that all processes contribute, as JSON.
 
     Every process makes the same calls, with a new `name` each time. An exception from `decide` is raised in all
-    processes.
+    processes. Nothing of it stays in the store once all have read the answer.
     """
     count, me = jax.process_count(), jax.process_index()
     if count == 1:
@@ -31,6 +31,9 @@ def together(name: str, mine: Json, decide: Callable[[list[Json]], Json]) -> Jso
     if me != 0:
         service.key_value_set(f"jaxtrain/{name}/{me}", sealed(f"{name}/{me}", mine))
         answer = opened(f"{name}/answer", service.blocking_key_value_get(f"jaxtrain/{name}/answer", TIMEOUT_S * 1000))
+        if service.key_value_increment(f"jaxtrain/{name}/read", 1) == count - 1:  # the last one; process 0 knows it
+            for key in ("answer", "read"):
+                service.key_value_delete(f"jaxtrain/{name}/{key}")
         if "refused" in answer:
             raise UserError(*answer["refused"])
         if "failed" in answer:
@@ -42,7 +45,7 @@ def together(name: str, mine: Json, decide: Callable[[list[Json]], Json]) -> Jso
         for i in range(1, count):
             theirs.append(opened(f"{name}/{i}", service.blocking_key_value_get(
                 f"jaxtrain/{name}/{i}", TIMEOUT_S * 1000)))
-            service.key_value_delete(f"jaxtrain/{name}/{i}")  # a run of weeks agrees often; answers are short, and stay
+            service.key_value_delete(f"jaxtrain/{name}/{i}")  # a run of weeks agrees often
         decided = decide([mine, *theirs])
         answer = {"decided": decided}
         return decided

@@ -9,7 +9,8 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load
 from jaxtrain.errors import UserError
 from jaxtrain.hub.adapters import stacked_adapters
 from jaxtrain.hub.batching.continuations import Generated
-from jaxtrain.hub.batching.sampler import Sampler, keys
+from jaxtrain.hub.batching.sampler import Sampler
+from jaxtrain.hub.batching.texts import keys
 from jaxtrain.hub.folders.generation_config import ends_of
 from jaxtrain.hub.sampling import Sampling, Tempered
 from jaxtrain.hub.trained_tokenizer import tokenizer_of

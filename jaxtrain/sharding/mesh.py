@@ -39,6 +39,15 @@ def make_mesh(
     return Mesh(_ordered(sizes, used), AXES, axis_types=types)
 
 
+def training_devices(sampling: int) -> list[jax.Device]:
+    """Return all devices but the last ones, of which so many sample for a run (`rl.sampler_devices`)."""
+    devices = jax.devices()
+    if sampling >= len(devices):
+        raise UserError("rl.sampler_devices", f"of {len(devices)} devices, {sampling} leave none that trains",
+                        f"give at most {len(devices) - 1}" if devices[1:] else "leave it out")
+    return devices[:len(devices) - sampling]
+
+
 def check_mesh(mesh: object, required: bool = False) -> None:
     """Refuse what is not a mesh of all six axes; None is one to be made, unless one is required."""
     lacking = [axis for axis in AXES if axis not in getattr(mesh, "axis_names", ())]

@@ -28,6 +28,7 @@ from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.run import REPLICAS, Run, compiled_step, for_run, identity, runinfo, shapes_of
 from jaxtrain.run.made_of_sections import configured
+from jaxtrain.sharding.mesh import training_devices
 from jaxtrain.train_step.hooks import extras_of
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer import early_stop, extended, tracked
@@ -83,7 +84,8 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
     with watched(workdir, limits) as (watchdog, ledger):
         run = for_run(config if isinstance(config, Run) else with_known_length(
             lambda config: build(config, objective=objective or configured, optimizer=optimizer, data=data),
-            preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer))), Path(workdir))
+            preflight.resolve(config, training_devices(config.rl.sampler_devices), own_parts=bool(
+                objective or optimizer))), Path(workdir))
         say(preflight.check(run))
         if compiled:
             from jaxtrain.distributed.authentication import find_secret

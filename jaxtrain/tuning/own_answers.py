@@ -17,8 +17,9 @@ from jaxtrain.hub.folders.generation_config import ends_of
 from jaxtrain.hub.initial_params import source_and_step
 from jaxtrain.hub.trained_model import sections_of
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
-from jaxtrain.run import Extension, Run
+from jaxtrain.run import Extension, Loop, Run
 from jaxtrain.run.runinfo import recorded_parts
+from jaxtrain.train_step.state import TrainState
 from jaxtrain.tuning.answer_pairs import AnswerPairs
 from jaxtrain.tuning.environments.loading import environment_of
 from jaxtrain.tuning.environments.protocol import Environment
@@ -127,6 +128,12 @@ class OwnAnswers(Extension):
     def for_run(self, run: Run, workdir: Path | None) -> "OwnAnswers":
         """Return it with the answers of this run, unless it was given other data."""
         return OwnAnswers(on_answers(run, workdir)) if isinstance(run.data, Rollouts | None) else self
+
+    def before_save(self, step: int, state: TrainState, loop: Loop) -> TrainState:
+        """Have answers that are under way put on record, where they could not be made again."""
+        if self.answers is not None:
+            self.answers.before_save()
+        return state
 
     @property
     def data(self) -> BatchSource | None:

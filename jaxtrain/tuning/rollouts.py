@@ -10,7 +10,6 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,13 @@ from jaxtrain.data.loading.shuffle import Order
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
-from jaxtrain.hub.decoding import decoding
-from jaxtrain.hub.generate import Generated, generate
+from jaxtrain.hub.generate import Generated
 from jaxtrain.observe import events
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Run
-from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.tuning.answers.batch_row import row_of
+from jaxtrain.tuning.answers.own_mesh import OwnMesh
 from jaxtrain.tuning.answers.prompt_tokens import encoded
 from jaxtrain.tuning.environments.conversation import Conversation, earned, measured, sampled_tokens
 from jaxtrain.tuning.environments.conversing import Conversing, alone
@@ -70,7 +68,7 @@ class Rollouts:
         self.run, self.records, self.scorers, self.tokenizer, self.folder = run, records, scorers, tokenizer, folder
         config, c = run.config, run.config.rl
         self.settings, self.seq_len, self.seed = c, config.data.seq_len, config.data.seed
-        self.temperature, self.mask_truncated = c.temperature, c.mask_truncated
+        self.mask_truncated = c.mask_truncated
         self.rows_of_step = config.data.global_batch_size
         self.count = answers_of_step(config)
         self.reuse, self.staleness = c.reuse, c.staleness  # steps
@@ -79,6 +77,7 @@ class Rollouts:
         self.order = Order(len(records), self.seed)
         self.chat = chat and chat.identity()  # kept with the run
         self.ends = [*(chat.ends() if chat else []), *ends]
+        self._mesh = OwnMesh(run, tokenizer, self.ends, self.count)
         self.environment, self._conversing, room = environment, None, self.seq_len // self.answers_in_a_row
         if environment:
             self._conversing = Conversing(environment, tokenizer, chat, c, room, self._tell)
@@ -117,6 +116,11 @@ class Rollouts:
         self._pending.forget()
         self._begin()
 
+    def before_save(self) -> None:
+        """See that a run that is killed after a save can go on with the same answers."""
+        if self.sampler is not None:
+            self.sampler.before_save()
+
     def _begin(self) -> None:
         """Have seen no state, and made no answers."""
         self._seen: tuple[int, Any] = (-1, None)
@@ -125,7 +129,7 @@ class Rollouts:
 
     def pop_fields(self) -> dict[str, float]:
         """Return what was measured since the last call, for the line of a step."""
-        found, self._fields = self._fields, {}
+        found, self._fields = self._fields | self._mesh.pop_fields(), {}
         return found | (self.sampler.pop_fields() if self.sampler is not None else {})
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
@@ -244,16 +248,17 @@ class Rollouts:
         jax.block_until_ready(state)  # the time of the step before is not that of the answers
         began = time.perf_counter()
         if self._conversing:
-            talk = partial(self._in_turn, self._laid_out(state), first, again)
+            talk = partial(self._in_turn, self._mesh.laid_out(state), first, again)
             records = [self.records[n] for n in numbers]
             answers, fields = self._conversing.of_step([self.seed, first, again], records, talk)
             self._fields |= {name: self._fields.get(name, 0) * name.endswith("_s") + x for name, x in fields.items()}
             del talk  # and the weights that are laid out for it
         elif self.settings.exact:
-            answers = self._exact([self.prompts[n] for n in numbers], self._drawn(first, again), state)
+            prompts = [self.prompts[n] for n in numbers]
+            answers = self._mesh.exact(state, prompts, self._drawn(first, again), self._columns)
         else:
             prompts = [self.prompts[n] for n in numbers]
-            answers = self._sampled(self._laid_out(state), prompts, self._drawn(first, again))
+            answers = self._mesh.sampled(self._mesh.laid_out(state), prompts, self._drawn(first, again))
         if self.settings.value_head:
             answers = valued(self.run, state, [*map(self._prompt, numbers, answers)], answers)
         took = self._took("rollout_s", began)
@@ -282,7 +287,8 @@ class Rollouts:
     def _in_turn(self, state: TrainState, first: int, again: int, prompts: list[list[int]], places: list[int],
                  turn: int) -> list[Generated]:
         """Return the answers of conversations in these places, whatever has become of others."""
-        return self._sampled(state, prompts, self._drawn(first, again, turn), [(place, 0) for place in places])
+        drawn = self._drawn(first, again, turn)
+        return self._mesh.sampled(state, prompts, drawn, [(place, 0) for place in places])
 
     def _prompt(self, number: int, answer: Generated) -> list[int]:
         """Return the tokens that an answer follows, of the prompt of this number."""
@@ -294,36 +300,6 @@ class Rollouts:
 
         if jax.process_index() == 0 and self.folder is not None:
             events.tell(self.folder.parent, "conversations", text)
-
-    def _sampled(self, state: TrainState, prompts: list[list[int]], seed: int,
-                 drawn: list[tuple[int, int]] | None = None) -> list[Generated]:
-        """Return what follows these prompts. `drawn`: as `generate` takes it."""
-        return generate(self.run, state, prompts, max_new_tokens=self.settings.max_new_tokens, seed=seed,
-                        stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer,
-                        temperature=self.temperature, tempered=True, drawn=drawn)
-
-    def _exact(self, prompts: list[list[int]], seed: int, state: TrainState) -> list[Generated]:
-        """Return the answers that the step draws, of drafts by the sampler."""
-        from jaxtrain.tuning.exact import exact_answers
-
-        sampled = partial(self._sampled, self._laid_out(state))
-        ends = exact_answers.Ends(frozenset([*self.ends, self.tokenizer.eod]), self.settings.max_new_tokens)
-        answers, fields = exact_answers.to_prompts(self.run, state, prompts, self._columns, sampled, ends, seed,
-                                                   self.tokenizer)
-        self._fields |= fields
-        return answers
-
-    def _laid_out(self, state: TrainState) -> TrainState:
-        """Return the state with weights as decoding uses them, in a copy that lives while the model answers."""
-        import jax
-
-        if not self.run.config.rl.gather_weights:
-            return state
-        began, params = time.perf_counter(), partition.without(state.all_params, self.run.objective.frozen_axes)
-        copy = jax.block_until_ready(decoding(self.run).laid_out(params))
-        self._took("layout_s", began)
-        self._fields["layout_bytes"] = sum(w.addressable_data(0).nbytes for w in jax.tree.leaves(copy))
-        return replace(state, params=copy, frozen={})
 
     def _asked(self, one: Round) -> tuple[list[str], list[JsonObject]]:
         """Return what a scorer is asked."""

@@ -1,4 +1,4 @@
-"""The loops of the package tinker_cookbook, as they are, against a server: conversations, and answers with a reward.
+"""The loops of the package tinker_cookbook, as they are, against a server: conversations, preferences, rewards.
 
 The package is not among the extras: docs/serve-training.md says why, and how to install it for this test.
 """
@@ -110,3 +110,27 @@ def test_its_reinforcement_loop_gets_more_reward(cookbook, tmp_path):
     assert sum(rewards[-4:]) > sum(rewards[:4]) + 1
     # What the sampler said of its tokens is what the trainer computes of them.
     assert max(map(abs, metrics(config, "optim/kl_sample_train_v1")[:3])) < 1e-5
+
+
+def test_its_loop_of_preferences_learns_them(cookbook, tmp_path):
+    from tinker_cookbook.preference import train_dpo
+    from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
+    from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
+    from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"label": "A", "comparison": {
+        "prompt_conversation": [{"role": "user", "content": f"say {n}"}],
+        "completion_A": [{"role": "assistant", "content": f"yes {n}"}],
+        "completion_B": [{"role": "assistant", "content": f"no {n}"}]}}) + "\n" for n in range(32)))
+    common = ChatDatasetBuilderCommonConfig(model_name_for_tokenizer=tiny_model.NAME, renderer_name="role_colon",
+                                            max_length=128, batch_size=4)
+    config = train_dpo.Config(
+        log_path=f"{tmp_path}/log", model_name=tiny_model.NAME, recipe_name="test", renderer_name="role_colon",
+        dataset_builder=DPODatasetBuilderFromComparisons(
+            common_config=common, comparison_builder=ComparisonBuilderFromJsonl(train_path=f"{path}")),
+        learning_rate=1e-2, lr_schedule="constant", lora_rank=4, base_url=cookbook.url, num_replicas=1, save_every=0,
+        eval_every=0, infrequent_eval_every=0)
+    train_dpo.main(config)
+    losses = metrics(config, "dpo_loss")
+    assert abs(losses[0] - 0.6931) < 1e-3 and losses[-1] < 0.5  # the reference, and then better

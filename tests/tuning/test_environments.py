@@ -17,6 +17,7 @@ from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning import own_answers, rollouts
+from jaxtrain.tuning.answers import own_mesh
 from jaxtrain.tuning.environments import turn_tokens
 from jaxtrain.tuning.environments.conversation import Conversation
 from jaxtrain.tuning.environments.turn_credit import turn_advantages
@@ -76,7 +77,7 @@ def answers(monkeypatch):
             found.append(Generated(bytes(tokens).decode(), tokens, logprobs, "length" if cut else "stop",
                                    None if cut else (END, -0.5)))
         return found
-    monkeypatch.setattr(rollouts, "generate", generate)
+    monkeypatch.setattr(own_mesh, "generate", generate)
     return asked
 
 

@@ -13,6 +13,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning import own_answers, rollouts
+from jaxtrain.tuning.answers import own_mesh
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
 from tests.tiny import devices
@@ -219,7 +220,7 @@ def test_mistakes_are_told_in_one_line(files, keys, message):
     ("nan", "it gives nan for the answer "), ("big", "it gives 1e+300 for the answer "),
     ("fails", "it fails on the answer ")])
 def test_rewards_that_are_none_are_told_in_one_line(files, monkeypatch, reward, message):
-    monkeypatch.setattr(rollouts, "generate", lambda run, state, prompts, **_: [
+    monkeypatch.setattr(own_mesh, "generate", lambda run, state, prompts, **_: [
         Generated("a", (97,), (-1.0,), "length") for _ in prompts])
     data = jt.build(config(files, reward=reward)).data
     data.see(0, None)

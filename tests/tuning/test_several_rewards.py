@@ -11,6 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning import rollouts
+from jaxtrain.tuning.answers import own_mesh
 from jaxtrain.tuning.scorers import Scorers, _names
 from tests.tuning.test_rollouts import config, files, on_four  # noqa: F401
 
@@ -42,7 +43,7 @@ def calls(monkeypatch):
         return [Generated(f"{len(made)} {n}", tuple(range(97, 98 + n % 4)), (-1.0,) * (1 + n % 4), "length")
                 for n in range(len(prompts))]
 
-    monkeypatch.setattr(rollouts, "generate", generate)
+    monkeypatch.setattr(own_mesh, "generate", generate)
     return made
 
 

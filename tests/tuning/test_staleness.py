@@ -15,6 +15,7 @@ import jaxtrain as jt
 from jaxtrain.hub.generate import Generated
 from jaxtrain.main import main
 from jaxtrain.tuning import pending_rewards, rollouts
+from jaxtrain.tuning.answers import own_mesh
 from jaxtrain.tuning.pending_rewards import PendingRewards
 from jaxtrain.tuning.scorers import Scorers
 from tests.tiers import exhaustive, slow
@@ -46,7 +47,7 @@ def answers(monkeypatch):
         made.append((state, seed))
         return [Generated(f"{state}", (97 + state, 98 + n % 2), (-1.0, -2.0), "length") for n in range(len(prompts))]
 
-    monkeypatch.setattr(rollouts, "generate", generate)
+    monkeypatch.setattr(own_mesh, "generate", generate)
     return made
 
 

@@ -5,7 +5,6 @@ training loop waits with them. Here a process that fails comes to the barrier to
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -23,19 +22,12 @@ class Barrier:
     """
 
     def __init__(self):
-        self._saves: list[str] = []
+        self._save = ""
         self._stages: list[str] = []  # that the current save has not reached
 
     def begin(self, save: str, read: Callable[[], Json]) -> None:
-        """Begin a save to which this process contributes what `read` returns.
-
-        Deletes the keys of the save before the last, which no process reads any more: a run of weeks saves often.
-        """
-        self._saves, gone = [*self._saves[-1:], save], self._saves[:-1]
-        self._read, self._gathered, self._stages = read, None, _STAGES
-        service: Any = jax._src.distributed.global_state.client
-        for other in gone if jax.process_count() > 1 and jax.process_index() == 0 else ():
-            service.key_value_delete(f"jaxtrain/{other}/")
+        """Begin a save to which this process contributes what `read` returns."""
+        self._save, self._read, self._gathered, self._stages = save, read, None, _STAGES
 
     def gathered(self) -> list[Json]:
         """Return, in process 0 once all parts are written, what each process contributed."""
@@ -65,5 +57,5 @@ class Barrier:
                     raise OSError(f"{each['why']}{f' in process {process}' if process else ''}")
             self._gathered = self._gathered or [each["read"] for each in notes]  # at the first stage
 
-        together(f"{self._saves[-1]}/{stage}", note, decide)
+        together(f"{self._save}/{stage}", note, decide)
         self._stages = left

@@ -10,7 +10,7 @@ from jaxtrain.errors import UserError
 def check(config: Any) -> None:
     """Refuse what does not go with `rl.prompts`."""
     c, data, train = config.rl, config.data, config.train
-    _check_sampler(c)
+    _check_sampler(c, bool(config.resilience.elastic))
     _check_several(c)
     if config.preference.loss:
         _check_pairs(config.preference, c)
@@ -65,13 +65,18 @@ def _check_pairs(preference: PreferenceConfig, rl: RLConfig) -> None:
             raise UserError(f"rl.{key.name}", f"preference.loss={loss} does not read it", "leave one of them out")
 
 
-def _check_sampler(c: RLConfig) -> None:
-    """Refuse keys that do not go with a sampler in another process, or with a correction for it."""
+def _check_sampler(c: RLConfig, elastic: bool) -> None:
+    """Refuse keys that do not go with a sampler elsewhere, or with a correction for it."""
     for key, value in (("sampling_rounds", c.sampling_rounds > 1), ("gather_weights", c.gather_weights),
                        ("baseline", c.value_head), ("exact", c.exact), ("replay_routes", c.replay_routes)):
-        if c.sampler and value:
+        if (c.sampler or c.sampler_devices) and value:
             raise UserError(f"rl.{key}", f"{getattr(c, key)} is for answers that are made on the run's own mesh",
-                            "leave it out, or leave out rl.sampler")
+                            f"leave it out, or leave out rl.sampler{'' if c.sampler else '_devices'}")
+    if c.sampler and c.sampler_devices:
+        raise UserError("rl.sampler_devices", "with rl.sampler a server answers", "leave one of them out")
+    if c.sampler_devices and elastic:
+        raise UserError("rl.sampler_devices", "with resilience.elastic the mesh takes all devices that are there",
+                        "leave one of them out")
     if c.correction and c.reuse > 1:
         raise UserError("rl.correction", f"it needs the policy before the step, and with rl.reuse={c.reuse} later "
                         "steps have another one", "leave one of them out")

@@ -11,11 +11,9 @@ does, are left out, so that the next round has fewer rows. The cache has room fo
 come to have. Equal prompts that join together are computed once. On a mesh, a row stays with the devices that began it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jaxtrain.base.annotations import PyTree
@@ -24,6 +22,7 @@ from jaxtrain.hub.batching import told_routes
 from jaxtrain.hub.batching.continuations import Generated, before, text_of
 from jaxtrain.hub.batching.page_numbers import PageNumbers
 from jaxtrain.hub.batching.rounding import bucket
+from jaxtrain.hub.batching.texts import Text, keys
 from jaxtrain.hub.decoding import PAGES, ROUND, State, decoding
 from jaxtrain.hub.sampling import Sampling
 from jaxtrain.models.attention.cache_pages import NONE, PAGE
@@ -38,31 +37,6 @@ FEWEST_ROWS = 8  # a step with fewer takes hardly less time: it has to read all 
 FEWEST_SLOTS = 64  # less room is hardly less work, and would be one more program to compile
 SHORTEST = 16  # prompts are computed as if at least so long, for the same reason
 AT_ONCE = 8192  # tokens of prompts that are computed between two rounds while others wait for the next
-
-
-@dataclass
-class _Text:
-    """A prompt, and what was generated behind it."""
-
-    number: int
-    ids: list[int]
-    limit: int  # how many tokens may follow
-    key: np.ndarray  # of its random numbers, as words
-    chosen: np.ndarray | None  # what it multiplies stacked adapters by
-    device: int = 0  # of the parts that the mesh cuts a batch into
-    place: int = -1  # among the rows there
-    pages: list[int] = field(default_factory=list)  # of the cache there, where it is in pages
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def slots(self) -> int:
-        return len(self.ids) + len(self.tokens)
-
-    @property
-    def prompt(self) -> tuple[tuple[int, ...], bytes]:
-        """The part that another text must have in common so that one row can be computed for both."""
-        return tuple(self.ids), b"" if self.chosen is None else self.chosen.tobytes()
 
 
 class Sampler:
@@ -95,8 +69,8 @@ class Sampler:
         self.stops = np.array([*(ends or []), *[-1] * (bucket(len(ends or [])) - len(ends or []))], np.int32)
         self.known = words.vocab_size if words else run.config.model.vocabulary
         self.devices = self.programs.rows
-        self.waiting: list[_Text] = []
-        self.live: list[_Text] = []
+        self.waiting: list[Text] = []
+        self.live: list[Text] = []
         self.found: dict[int, Generated] = {}
         self.asked = self.places = self.slots = 0  # places: rows on each device
         self.longest = 0, 0  # of all prompts, and of what may follow one
@@ -122,7 +96,7 @@ class Sampler:
             chosen: what it multiplies stacked adapters by.
         """
         key = keys(self.seed, [(self.asked, 0)])[0] if key is None else key
-        text = _Text(self.asked, ids, limit, key, chosen)
+        text = Text(self.asked, ids, limit, key, chosen)
         self.asked += 1
         self.longest = tuple(map(max, self.longest, (len(ids), limit)))
         self.waiting.append(text)
@@ -164,7 +138,7 @@ class Sampler:
                 if self.pages is not None:
                     self.pages.release(text.device, text.pages)
 
-    def _routes(self, texts: list[_Text]) -> dict[int, np.ndarray]:
+    def _routes(self, texts: list[Text]) -> dict[int, np.ndarray]:
         """Return the routes of the tokens of texts that have ended, by their numbers, where layers keep them."""
         if not texts or not self.programs.run.config.rl.replay_routes:
             return {}
@@ -208,7 +182,7 @@ class Sampler:
     def _least(self) -> int:
         return bucket(-(-min(FEWEST_ROWS, self.size) // self.devices))
 
-    def _joining(self) -> list[_Text]:
+    def _joining(self) -> list[Text]:
         """Return the prompts that join now, with the devices that are to continue them."""
         free = self.size - len(self.live)
         if not self.waiting or (self.live and free < min(self._many, len(self.waiting))):
@@ -231,7 +205,7 @@ class Sampler:
         self.waiting = self.waiting[len(joining):]
         return joining
 
-    def _arrange(self, joining: list[_Text]) -> None:
+    def _arrange(self, joining: list[Text]) -> None:
         """Make the rows those of texts that go on and of texts that join."""
         texts = self.live + joining
         most = max((sum(text.device == device for text in texts) for device in range(self.devices)), default=0)
@@ -274,7 +248,7 @@ class Sampler:
             self._place([], self.live, places)
         self.state = self.programs.arrange(self.state, self._numbers(before, self.live, places), self.slots)
 
-    def _place(self, held: list[_Text], new: list[_Text], places: int) -> None:
+    def _place(self, held: list[Text], new: list[Text], places: int) -> None:
         """Give the first free places on their devices to new texts."""
         for device in range(self.devices):
             taken = {text.place for text in held if text.device == device}
@@ -283,14 +257,14 @@ class Sampler:
                 if text.device == device:
                     text.place = next(free)
 
-    def _numbers(self, at: dict[int, int], texts: list[_Text], places: int) -> np.ndarray:
+    def _numbers(self, at: dict[int, int], texts: list[Text], places: int) -> np.ndarray:
         """Return which row each place on each device takes, from those of texts by their numbers."""
         source = np.zeros((self.devices, places), int)
         for text in texts:
             source[text.device, text.place] = at[text.number]
         return source.ravel()
 
-    def _prefilled(self, joining: list[_Text]) -> tuple[State, dict[int, int]]:
+    def _prefilled(self, joining: list[Text]) -> tuple[State, dict[int, int]]:
         """Compute the prompts of texts; return the rows, and which on its device is that of each text."""
         rows: list[dict] = [{} for _ in range(self.devices)]
         at = {text.number: rows[text.device].setdefault(text.prompt, (len(rows[text.device]), text))[0]
@@ -313,14 +287,14 @@ class Sampler:
 
     # -------------------------------------------------------------------------------------- where the cache is in pages
 
-    def _in_pages(self, new: State, joining: list[_Text], at: dict[int, int], width: int) -> State:
+    def _in_pages(self, new: State, joining: list[Text], at: dict[int, int], width: int) -> State:
         """Put prompts into pages, which texts with an equal prompt share but for one that is not full; return the rest.
         """
         assert self.pages is not None
         texts, new = self.programs.paged(new)
         table = np.full((self.devices, len(new["logits"]) // self.devices, width // PAGE), NONE, np.int32)
         pairs: list[list[tuple[int, int]]] = [[] for _ in range(self.devices)]
-        first: dict[tuple[int, int], _Text] = {}
+        first: dict[tuple[int, int], Text] = {}
         wanted = [0] * self.devices
         for text in joining:
             full, rest = divmod(len(text.ids), PAGE)
@@ -380,24 +354,10 @@ class Sampler:
                 column[row] = own[name]
         self.state |= {name: self.programs.place(column) for name, column in numbers.items()}
 
-    def _record(self, text: _Text, cut: tuple[str, int] | None, end: int, end_logprob: float) -> Generated:
+    def _record(self, text: Text, cut: tuple[str, int] | None, end: int, end_logprob: float) -> Generated:
         many = cut[1] if cut else len(text.tokens)
         tokens = text.tokens[:many]
         said = cut[0] if cut else text_of(self.words, text.ids, tokens) if self.words else ""
         stopped = cut is not None or many < text.limit
         return Generated(said, tuple(tokens), tuple(text.logprobs[:many]) if self.logprobs else None,
                          "stop" if stopped else "length", None if cut or not stopped else (end, end_logprob))
-
-
-def keys(seed: int, drawn: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the keys of texts at these positions, each with how many tokens were drawn with it before [B, 3]."""
-    numbers, before = zip(*drawn, strict=True) if drawn else ((), ())
-    return np.c_[seeds_of(seed, numbers), np.asarray(before, np.uint32)].astype(np.uint32)
-
-
-def seeds_of(seed: int, numbers: Sequence[int]) -> np.ndarray:
-    """Return the two words of the key of random numbers of texts at these positions [B, 2]."""
-    key, padded = jax.random.key(seed), np.zeros(bucket(len(numbers)), np.uint32)
-    padded[:len(numbers)] = numbers
-    words = jax.vmap(lambda number: jax.random.key_data(jax.random.fold_in(key, number)))(padded)
-    return np.asarray(words)[:len(numbers)]

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -53,11 +54,19 @@ _TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder
            "backbone.embeddings.weight")
 
 
-def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:
+def load(folder: str | Path, model: ModelConfig, abstract: Params, earlier: Params = None,
+         same: Collection[str] = ()) -> Params:
     """Return the parameters in `folder`, in the dtypes and shardings of `abstract`, a nested dict.
 
     A head of values is left out, a reward head that is not there, and an output projection in whose place one is asked
     for.
+
+    Args:
+        folder: a folder in Hugging Face's format.
+        model: its config.
+        abstract: the parameters that are wanted.
+        earlier: parameters that were loaded from another folder, of which those that lie in the same files are taken.
+        same: the names of the files that are the same in that folder.
 
     Raises:
         UserError: a tensor is missing, left over, or of another shape than the model's.
@@ -86,7 +95,7 @@ def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:
         each = tuple(partial(_read_quantized, readers[kernel], wanted[kernel].shape, flat[kernel], flat[path], part)
                      for part in (0, 1))
         readers[kernel], readers[path] = each
-    return _all_placed(abstract, readers)
+    return _all_placed(abstract, readers, {} if earlier is None else _in_files(same, flatten(earlier), tensors, known))
 
 
 def load_encoder(folder: str | Path, model: ImageConfig, abstract: Params) -> Params:
@@ -97,15 +106,28 @@ def load_encoder(folder: str | Path, model: ImageConfig, abstract: Params) -> Pa
     return _all_placed(inside, readers)["image"]
 
 
-def _all_placed(abstract: Params, readers: Mapping[str, Callable[..., np.ndarray]]) -> Params:
-    """Return the arrays of abstract ones, which are read by path."""
+def _in_files(files: Collection[str], flat: Mapping[str, jax.Array], tensors: Mapping[str, Tensor | Packed],
+              known: Mapping[str, Entry]) -> dict[str, jax.Array]:
+    """Return the parameters that lie in these files alone, by path."""
+    def whole(path: str) -> bool:
+        if path not in known:  # scales, whose values are computed again as well
+            return False
+        found = [tensors[name] for name, _ in names(known[path], _shape(path, flat))]
+        return all(isinstance(tensor, Tensor) and tensor.file.name in files for tensor in found)
+
+    return {path: leaf for path, leaf in flat.items() if _scales_of(path, flat) is None and whole(path)}
+
+
+def _all_placed(abstract: Params, readers: Mapping[str, Callable[..., np.ndarray]],
+                there: Mapping[str, jax.Array] = MappingProxyType({})) -> Params:
+    """Return the arrays of abstract ones, which are read by path unless they are there."""
     flat = flatten(abstract)
-    sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in flat.items()}
+    sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in flat.items() if path not in there}
     with Work("loading weights", sum(sizes.values()), quiet=jax.process_index() != 0) as work:
         loaded = []
         for path, leaf in flat.items():
-            loaded.append(placed(leaf, readers[path]))
-            work.add(sizes[path])
+            loaded.append(there[path] if path in there else placed(leaf, readers[path]))
+            work.add(sizes.get(path, 0))
     return jax.tree.unflatten(jax.tree.structure(abstract), loaded)
 
 
@@ -204,20 +226,39 @@ def read(tensors: Mapping[str, Tensor | Packed], entry: Entry, shape: Sequence[i
 
 
 def save(params: Params, model: ModelConfig, folder: Path, dtype: DTypeLike, limit: int,
-         adapters: LoraConfig | None = None) -> list[str]:
+         adapters: LoraConfig | None = None, trained: Params = None, there: bool = False) -> list[str]:
     """Write the parameters into files of at most `limit` bytes each, and their index; return the files' names.
 
-    Every process makes the call, and writes its share of the files. `adapters`: the keys of those that are among the
-    parameters, which are added to their matrices.
+    Every process makes the call, and writes its share of the files.
+
+    Args:
+        params: all parameters.
+        model: their config.
+        folder: which is there.
+        dtype: of most tensors.
+        limit: the most bytes of a file of several tensors.
+        adapters: the keys of those that are among the parameters, which are added to their matrices.
+        trained: those of the parameters that change. Tensors of which none does have files of their own.
+        there: the folder has these files already.
     """
     flat, adapters = lora.as_plain(flatten(params), adapters or LoraConfig())
     lora_scale = lora.scale(adapters)
     parts = parts_of(entries(model, scalar_head.REWARD in params), flat)
+    changing = None if trained is None else {*flatten(trained)}
+    apart = [] if changing is None else [name for name, held in parts.items() if not any(
+        changing & {entry.ours, *adapter_of(entry.ours)} for entry, _ in held)]
     shapes = {name: _shape_on_disk(entry, flat) for name, [(entry, _), *_] in parts.items()}
     kinds = {name: np.dtype(np.float32 if entry.float32 else dtype) for name, [(entry, _), *_] in parts.items()}
     return safetensors_files.write_folder(
         folder, shapes, kinds, lambda name: published(parts[name], flat, kinds[name], lora_scale), limit,
-        (jax.process_index(), jax.process_count()))
+        (jax.process_index(), jax.process_count()), {*apart}, there)
+
+
+def adapter_of(path: str) -> list[str]:
+    """Return the paths of the adapter that a parameter may have: its two factors, and its magnitudes."""
+    module, _, matrix = path.rpartition("/")
+    own = f"{module}/{lora.NAME}" if matrix == KERNEL else f"{module}/{lora.NAME}/{matrix}"  # the latter: of experts
+    return [f"{own}/{name}" for name in ("down", "up", "magnitude")]
 
 
 def parts_of(known: Iterable[Entry], flat: Mapping[str, jax.Array]) -> Parts:
@@ -315,16 +356,14 @@ def published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str,
 def _merged(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array], dtype: DTypeLike,
             lora_scale: float) -> np.ndarray:
     """Gather one layer of a parameter, or one expert, with the adapter that it may have."""
-    module, _, matrix = path.rpartition("/")
-    own = f"{module}/{lora.NAME}" if matrix == KERNEL else f"{module}/{lora.NAME}/{matrix}"  # the latter: of experts
-    down, up, magnitude = (f"{own}/{name}" for name in ("down", "up", "magnitude"))
+    down, up, magnitude = adapter_of(path)
     if down not in flat and _scales_of(path, flat) is None:
         return _gathered(flat[path], which, dtype)
     kernel = kernel_of(path, which, flat)
     if down not in flat:
         return kernel.astype(dtype)
     a, b = (_gathered(flat[each], which, np.float32) for each in (down, up))
-    if matrix == KERNEL:
+    if path.endswith(f"/{KERNEL}"):
         a, b = a.reshape(-1, a.shape[-1]), b.reshape(len(b), -1)
     product = (a @ b).reshape(kernel.shape)  # of one expert, or of all
     both = kernel + np.float32(lora_scale) * product

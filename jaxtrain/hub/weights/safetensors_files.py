@@ -7,7 +7,7 @@ one. The format is described at https://huggingface.co/docs/safetensors.
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,7 @@ DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dt
 OTHERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
 _NAMES = {np.dtype(dtype): name for name, dtype in (DTYPES | OTHERS).items()}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+APART = "frozen"  # begins the names of files of what does not change
 _FORM = {"dtype": str, "shape": [int], "data_offsets": (int, int)}
 # What no model comes near to, and what takes a moment and little memory to read:
 _HEADER = 2**25  # bytes of a header, or of an index; the format's own limit, 10^8, takes gigabytes in Python
@@ -177,39 +178,48 @@ def split_over_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return files
 
 
-def file_names(count: int) -> list[str]:
+def file_names(count: int, stem: str = "model") -> list[str]:
     """Return what so many files are called."""
-    return [SINGLE] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    return [f"{stem}.safetensors"] if count == 1 else [
+        f"{stem}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
 
 
 def write_folder(folder: Path, shapes: Mapping[str, Sequence[int]], kinds: Mapping[str, np.dtype],
-                 tensor: Callable[[str], np.ndarray], limit: int, share: tuple[int, int] = (0, 1)) -> list[str]:
+                 tensor: Callable[[str], np.ndarray], limit: int, share: tuple[int, int] = (0, 1),
+                 apart: Collection[str] = (), there: bool = False) -> list[str]:
     """Write tensors into files of at most `limit` bytes each, and their index; return the files' names.
 
     Args:
         kinds: their dtypes.
-        tensor: makes one, from its name; it is called for all tensors, in order.
+        tensor: makes one, from its name; it is called for all tensors that are written, in order.
         share: (n, of how many): write only each so-manieth file, as one of several processes.
+        apart: tensors that have files of their own, whose names begin with `APART`.
+        there: the folder has these files already; they are listed, and not written.
     """
     sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
-    files = split_over_files(sizes, limit)
-    called = file_names(len(files))
-    with Work("writing weights", sum(sizes.values()), quiet=share[0] != 0) as work:
+    groups = {stem: split_over_files(inside, limit) for stem, inside in (
+        (APART, {name: size for name, size in sizes.items() if name in apart}),
+        ("model", {name: size for name, size in sizes.items() if name not in apart})) if inside}
+    whole = [(called, inside) for stem, files in groups.items()
+             for called, inside in zip(file_names(len(files), stem), files, strict=True)]
+    written = [(called, inside) for called, inside in whole if not (there and inside[0] in apart)]
+    total = sum(sizes[name] for _, inside in written for name in inside)
+    with Work("writing weights", total, quiet=share[0] != 0) as work:
         def made(name: str) -> np.ndarray:
             work.add(sizes[name])
             return tensor(name)
 
-        for n, (file, inside) in enumerate(zip(called, files, strict=True)):
+        for n, (file, inside) in enumerate(written):
             tensors = map(made, inside)
             if n % share[1] == share[0]:
                 write(folder / file, {name: shapes[name] for name in inside}, kinds, tensors)
             else:  # making them may need all processes together
                 for _ in tensors:
                     pass
-    if len(files) > 1 and share[0] == 0:
+    if len(whole) > 1 and share[0] == 0:
         atomic_files.write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {
-            name: file for file, inside in zip(called, files, strict=True) for name in inside}})
-    return called
+            name: file for file, inside in whole for name in inside}})
+    return [file for file, _ in whole]
 
 
 def write(path: Path, shapes: Mapping[str, Sequence[int]], kinds: Mapping[str, DTypeLike | None],

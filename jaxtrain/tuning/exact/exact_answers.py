@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.hub.batching.continuations import text_of
-from jaxtrain.hub.batching.sampler import seeds_of
+from jaxtrain.hub.batching.texts import seeds_of
 from jaxtrain.hub.generate import Generated
 from jaxtrain.objectives.policy_gradient import VALUES
 from jaxtrain.run import Run, compiled_step

@@ -1,31 +1,34 @@
-"""Samplers in other processes: servers that answer the prompts of a run with the weights that it sends them."""
+"""Samplers in other processes or on other devices, which answer the prompts of a run with the weights that they get."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from jaxtrain.hub.generate import Generated
+from jaxtrain.tuning.samplers.asked_in_turn import AnyWeights
 from jaxtrain.tuning.samplers.completions import Answering
 
 if TYPE_CHECKING:
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer
     from jaxtrain.run import Run
     from jaxtrain.train_step.state import TrainState
-    from jaxtrain.tuning.samplers.sent_weights import Weights
 
 
 class Sampler(Protocol):
-    """The protocol of what answers in place of the run. Every process calls all methods, in the same order."""
+    """The protocol of what answers in place of the run. Every process calls all methods, in the same order.
 
-    def written(self, step: int, state: "TrainState") -> "Weights":
+    Weights are its own: it gets those that it has returned.
+    """
+
+    def written(self, step: int, state: "TrainState") -> AnyWeights:
         """Return the weights after this step, ready to be sent."""
         ...
 
-    def kept(self, step: int) -> "Weights | None":
+    def kept(self, step: int) -> AnyWeights | None:
         """Return the weights after this step that an earlier start of the run left."""
         ...
 
-    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: "Weights",
+    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: AnyWeights,
             record: Callable[[list[Generated]], None]) -> Sequence[Generated]:
         """Return at once a sequence of so many answers by these weights, which waits when it is read.
 
@@ -35,6 +38,10 @@ class Sampler(Protocol):
             weights: those that answer.
             record: called in the first process when all answers are there, before they can be read.
         """
+        ...
+
+    def before_save(self) -> None:
+        """See that a run that is killed after a save can go on with the same answers."""
         ...
 
     def stop(self) -> None:
@@ -51,7 +58,11 @@ class Sampler(Protocol):
 
 
 def sampler_of(run: "Run", tokenizer: "Tokenizer", ends: Sequence[int], workdir: Path | None) -> Sampler | None:
-    """Return the sampler that `rl.sampler` names; None: the run answers itself."""
+    """Return the sampler that `rl.sampler` names or `rl.sampler_devices` are; None: the mesh that trains answers."""
+    if run.config.rl.sampler_devices:
+        from jaxtrain.tuning.samplers import device_sampler
+
+        return device_sampler.DeviceSampler(run, tokenizer, ends)
     if not run.config.rl.sampler:
         return None
     from jaxtrain.tuning.samplers import remote_answers

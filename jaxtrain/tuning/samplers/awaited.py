@@ -17,7 +17,7 @@ class Awaited(Sequence[Generated]):
     """So many answers, which the first process has asked for. All processes read them, in the same order."""
 
     def __init__(self, count: int, future: "Future[list[Generated]] | None"):
-        self._count, self._future = count, future
+        self._count, self.future = count, future
         self._found: list[Generated] | None = None
 
     def __len__(self) -> int:
@@ -38,10 +38,10 @@ class Awaited(Sequence[Generated]):
     def _all(self) -> list[Generated]:
         if self._found is None:
             if jax.process_count() == 1:
-                assert self._future is not None
-                self._found = self._future.result()
+                assert self.future is not None
+                self._found = self.future.result()
             else:
-                self._found = list(map(_of_json, exchange(None, lambda _: _as_json(self._future))))
+                self._found = list(map(_of_json, exchange(None, lambda _: _as_json(self.future))))
         return self._found
 
 

@@ -12,6 +12,7 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.hub.generate import Generated
+from jaxtrain.tuning.samplers.asked_in_turn import AnyWeights
 from jaxtrain.tuning.samplers.awaited import Awaited
 from jaxtrain.tuning.samplers.completions import Answering, Terms
 from jaxtrain.tuning.samplers.remote_sampler import RemoteSampler
@@ -62,19 +63,24 @@ class RemoteAnswers:
         """Return the weights after this step that an earlier start of the run left."""
         return self.sent.kept(step)
 
-    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: Weights,
+    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: AnyWeights,
             record: Callable[[list[Generated]], None]) -> Awaited:
         """Have answers made by these weights; weights before them are dropped when the answers are on record."""
         import jax
 
         if jax.process_index():
             return Awaited(many, None)
+        written = self.sent.kept(weights.step)
+        assert written is not None
 
         def recorded(answers: list[Generated]) -> None:
             record(answers)
             self.sent.drop_before(weights.step)
 
-        return self.sampler.ask(many, asking, weights, recorded)
+        return self.sampler.ask(many, asking, written, recorded)
+
+    def before_save(self) -> None:
+        """Do nothing: the weights of outstanding answers are in files."""
 
     def stop(self) -> None:
         """Cancel outstanding requests; return at once."""

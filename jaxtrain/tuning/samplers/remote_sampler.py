@@ -11,103 +11,34 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from jaxtrain.errors import UserError
 from jaxtrain.hub.generate import Generated
 from jaxtrain.observe import events
 from jaxtrain.tuning.http_service import Failed
-from jaxtrain.tuning.samplers.awaited import Awaited
-from jaxtrain.tuning.samplers.completions import Answering, Question, Terms, Unfinished
+from jaxtrain.tuning.samplers.asked_in_turn import AskedInTurn, Job, Stopped
+from jaxtrain.tuning.samplers.completions import Question, Terms, Unfinished
 from jaxtrain.tuning.samplers.sent_weights import Weights
 from jaxtrain.tuning.samplers.vllm_routes import KEY, VllmServer, told
 
 AT_ONCE = 128  # requests
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)  # before the next try; the last one again and again
-PATIENCE_S = 5.0  # for what is under way to end when it is no longer wanted
-Record = Callable[[list[Generated]], None]
 
 
-@dataclass(frozen=True)
-class _Job:
-    many: int
-    asking: Callable[[Answering], list[Generated]]
-    weights: Weights
-    record: Record
-    future: "Future[list[Generated]]"
-
-
-class _Stopped(Exception):
-    """Raised where nothing is wanted any more."""
-
-
-class RemoteSampler:
+class RemoteSampler(AskedInTurn[Weights]):
     """A server that answers for the first process."""
 
     def __init__(self, server: VllmServer, terms: Terms, timeout_s: float, adapters: bool, workdir: Path | None = None):
         """`adapters`: the weights that it is sent are adapters. `workdir`: where events are recorded."""
+        super().__init__()
         self.server, self.terms, self.timeout_s, self.adapters = server, terms, timeout_s, adapters
         self._workdir = workdir
-        self._stop, self._queue = threading.Event(), queue.SimpleQueue[_Job | None]()
-        self._thread: threading.Thread | None = None
         self._sent = ""  # the version that it was sent last
         self._checked = terms.temperature == 1
-        self._fields: dict[str, float] = {}
 
-    def ask(self, many: int, asking: Callable[[Answering], list[Generated]], weights: Weights,
-            record: Record) -> Awaited:
-        """Have so many answers made by these weights; returns at once.
-
-        Args:
-            many: the number of answers.
-            asking: makes them by what it is given, on the thread.
-            weights: those that answer.
-            record: called with the answers when all are there, before anyone gets them.
-        """
-        future: Future[list[Generated]] = Future()
-        self._queue.put(_Job(many, asking, weights, record, future))
-        if self._thread is None:
-            # A daemon: Python would wait for any other thread at its exit, however long the server takes.
-            self._thread = threading.Thread(target=self._work, args=(self._queue, self._stop), name="sampler",
-                                            daemon=True)
-            self._thread.start()
-        return Awaited(many, future)
-
-    def stop(self) -> None:
-        """Cancel outstanding requests; return at once."""
-        self._stop.set()
-        self._queue.put(None)
-
-    def forget(self) -> None:
-        """Forget what was asked for, and end the thread."""
-        self.stop()
-        if self._thread is not None:
-            self._thread.join(PATIENCE_S)
-        self._stop, self._queue, self._thread = threading.Event(), queue.SimpleQueue(), None
-
-    def pop_fields(self) -> dict[str, float]:
-        """Return what was measured since the last call."""
-        found, self._fields = self._fields, {}
-        return found
-
-    def _work(self, asked: "queue.SimpleQueue[_Job | None]", stop: threading.Event) -> None:
-        while (job := asked.get()) is not None:
-            try:
-                if stop.is_set():
-                    raise _Stopped
-                answers = self._made(job, stop)
-                if stop.is_set():
-                    raise _Stopped
-                job.record(answers)
-                job.future.set_result(answers)
-            except _Stopped:
-                job.future.cancel()
-            except BaseException as error:  # the step that needs the answers raises it
-                job.future.set_exception(error)
-
-    def _made(self, job: _Job, stop: threading.Event) -> list[Generated]:
+    def _made(self, job: Job[Weights], stop: threading.Event) -> list[Generated]:
         """Return all answers of a job; raise UserError if they are not there in time."""
         start = time.monotonic()
         server, tokens, seconds = replace(self.server, until=start + self.timeout_s), 0, 0.0
@@ -134,13 +65,13 @@ class RemoteSampler:
         self._fields["rollout_tokens_per_s"] = tokens / max(seconds, 1e-9)
         return answers
 
-    def _answers(self, server: VllmServer, job: _Job, questions: Sequence[Question],
+    def _answers(self, server: VllmServer, job: Job[Weights], questions: Sequence[Question],
                  stop: threading.Event) -> list[Generated]:
         """Return the answers to questions; raise UserError if they are not there in time."""
         tries, found = 0, {}
         while True:
             if stop.is_set():
-                raise _Stopped
+                raise Stopped
             try:
                 self._send(server, job.weights)
                 self._check_temperature(server, job, questions[0])
@@ -148,7 +79,7 @@ class RemoteSampler:
                 vouched = _Vouched(server, "" if self.adapters else job.weights.version)
                 got = _at_once(functools.partial(self._asked, server, job, questions, vouched), missing, stop)
                 if stop.is_set():
-                    raise _Stopped
+                    raise Stopped
                 found |= {n: one for n, one in got.items() if isinstance(one, Generated)}
                 if len(found) == len(questions):
                     return [found[n] for n in range(len(questions))]
@@ -159,7 +90,7 @@ class RemoteSampler:
                     raise UserError(KEY, f"{self.server.service.url} {told(error)}",
                                     "check the URL, and the model that it serves") from None
             if stop.is_set():
-                raise _Stopped
+                raise Stopped
             pause = PAUSES_S[min(tries, len(PAUSES_S) - 1)]
             if time.monotonic() + pause >= server.until:
                 raise UserError(KEY, f"{self.server.service.url} {told(why)}; {len(found)} of {len(questions)} "
@@ -190,7 +121,7 @@ class RemoteSampler:
         self._sent = weights.version
         self._add("sampler_load_s", time.monotonic() - began)
 
-    def _asked(self, server: VllmServer, job: _Job, questions: Sequence[Question], vouched: "_Vouched",
+    def _asked(self, server: VllmServer, job: Job[Weights], questions: Sequence[Question], vouched: "_Vouched",
                n: int) -> Generated | Failed:
         """Return an answer, or why there is none that may come yet."""
         one = questions[n]
@@ -210,10 +141,10 @@ class RemoteSampler:
                             "use a server whose completions support return_token_ids and logprobs, such as vLLM, with "
                             "the model of this run") from None
 
-    def _model(self, job: _Job) -> str:
+    def _model(self, job: Job[Weights]) -> str:
         return job.weights.version if self.adapters else self.server.model
 
-    def _check_temperature(self, server: VllmServer, job: _Job, question: Question) -> None:
+    def _check_temperature(self, server: VllmServer, job: Job[Weights], question: Question) -> None:
         """Refuse a server whose log-probabilities are not of the model at the temperature of sampling."""
         if self._checked:
             return
@@ -231,9 +162,6 @@ class RemoteSampler:
                             f"temperature 1, not at {self.terms.temperature:g}",
                             "start vLLM with --logprobs-mode=processed_logprobs, or leave it out")
         self._checked = True
-
-    def _add(self, name: str, value: float) -> None:
-        self._fields[name] = self._fields.get(name, 0) + value
 
 
 class _Vouched:
@@ -283,7 +211,7 @@ def _at_once(work: Callable[[int], Generated | Failed], numbers: Sequence[int],
                 break
             except queue.Empty:
                 if stop.is_set():
-                    raise _Stopped from None
+                    raise Stopped from None
                 if errors:
                     raise errors[0] from None
     if errors:

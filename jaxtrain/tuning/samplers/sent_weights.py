@@ -2,12 +2,18 @@
 
 They are written before the step that replaces them, and stay until no answer of theirs is outstanding: a run that was
 killed asks for the answers that are missing by the weights that were to make them.
+
+Each folder is whole, and only what has changed is written: the files of tensors that are not trained are links to those
+of the folder before, unless the run has just begun, was resumed or rolled back.
 """
 
+import contextlib
 import hashlib
+import os
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +24,7 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import read_json
+from jaxtrain.hub.weights.safetensors_files import APART
 
 if TYPE_CHECKING:
     from jaxtrain.config.schema import Config
@@ -35,7 +42,6 @@ class Weights:
     step: int
     version: str
     folder: Path
-    bytes: int
 
 
 def sends_adapters(config: "Config") -> bool:
@@ -53,6 +59,7 @@ class SentWeights:
     written_s: float = 0.0  # the seconds and bytes of what was written last
     written_bytes: int = 0
     _known: dict[int, Weights] = field(default_factory=dict)
+    _frozen: Path | None = None  # a folder with the files of tensors that are not trained
 
     def written(self, step: int, state: "TrainState") -> Weights:
         """Return the weights after this step, written if they are not yet. Every process makes the call."""
@@ -64,15 +71,21 @@ class SentWeights:
             jax.block_until_ready(state)
             began = time.perf_counter()
             partial = self.folder / f"step-{step}.partial"
-            exchange(None, lambda _: make_folder(partial, "rl.sampler_folder"))
+
+            def begun() -> dict[str, str]:
+                make_folder(partial, "rl.sampler_folder")
+                return {} if self._frozen is None else _linked(self._frozen, partial)
+
+            linked = exchange(None, lambda _: begun())
             try:
-                self._save(state, partial)
+                self._save(state, partial, bool(linked))
             except OSError as error:
                 raise UserError("rl.sampler_folder", f"{partial} cannot be written ({error.strerror or error})",
                                 "make room, or name another") from None
             exchange(None)  # all files are written
-            found = exchange(None, lambda _: _finished(partial, step))
-            self._known[step] = Weights(step, found["version"], self._of(step), found["bytes"])
+            found = exchange(None, lambda _: _finished(partial, step, linked))
+            self._known[step] = Weights(step, found["version"], self._of(step))
+            self._frozen = self._of(step)
             self.written_s, self.written_bytes = time.perf_counter() - began, found["bytes"]
         return self._known[step]
 
@@ -86,12 +99,12 @@ class SentWeights:
             found = exchange(None, lambda _: _recorded(self._of(step)))
             if found is None:
                 return None
-            self._known[step] = Weights(step, found["version"], self._of(step), found["bytes"])
+            self._known[step] = Weights(step, found["version"], self._of(step))
         return self._known[step]
 
     def forget(self) -> None:
         """Forget what was written: the steps begin elsewhere."""
-        self._known = {}
+        self._known, self._frozen = {}, None
 
     def drop_before(self, step: int) -> None:
         """Delete the weights before this step, whose answers are all on record. The first process makes the call."""
@@ -103,7 +116,8 @@ class SentWeights:
     def _of(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
-    def _save(self, state: "TrainState", folder: Path) -> None:
+    def _save(self, state: "TrainState", folder: Path, linked: bool) -> None:
+        """Write files. `linked`: the folder has those of tensors that are not trained."""
         from jaxtrain.train_step import partition
 
         config = self.run.config
@@ -116,7 +130,7 @@ class SentWeights:
         else:
             from jaxtrain.hub.weights import published_weights
 
-            published_weights.save(params, config.model, folder, dtype, FILE_BYTES, config.lora)
+            published_weights.save(params, config.model, folder, dtype, FILE_BYTES, config.lora, state.params, linked)
 
 
 def _dtype_of(precision: str) -> np.dtype:
@@ -125,13 +139,37 @@ def _dtype_of(precision: str) -> np.dtype:
     return np.dtype({"float32": np.float32, "float16": np.float16}.get(precision, ml_dtypes.bfloat16))
 
 
-def _finished(partial: Path, step: int) -> dict:
-    """Give a folder of weights its name, with a record of what it has; return that."""
-    digest, size = hashlib.sha256(), 0
-    for file in sorted(partial.iterdir()):
-        digest.update(f"{file.name} {atomic_files.file_digest(file)}\n".encode())
-        size += file.stat().st_size
-    record = {"version": f"step-{step}-{digest.hexdigest()[:12]}", "bytes": size}
+def _linked(earlier: Path, folder: Path) -> dict[str, str]:
+    """Link the files of tensors that are not trained; return their hashes, none where a file cannot be linked."""
+    found = {name: digest for name, digest in files_of(earlier).items() if name.startswith(APART)}
+    try:
+        for name in found:
+            os.link(earlier / name, folder / name)
+    except OSError:  # somebody has deleted it, or the file system has no links
+        for name in found:
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+        return {}
+    return found
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """Return the files of a folder of weights with their hashes; none of a folder that no run has written."""
+    try:
+        return read_json(folder / RECORD, {"files": {str: str}})["files"]
+    except (OSError, ValueError):
+        return {}
+
+
+def _finished(partial: Path, step: int, linked: Mapping[str, str]) -> dict:
+    """Give a folder of weights its name, with a record of what it has; return that.
+
+    `linked`: files that were not written, with their hashes. `bytes` are those of the others.
+    """
+    files = {file.name: linked.get(file.name) or atomic_files.file_digest(file) for file in sorted(partial.iterdir())}
+    digest = hashlib.sha256("".join(f"{name} {each}\n" for name, each in files.items()).encode())
+    record = {"version": f"step-{step}-{digest.hexdigest()[:12]}", "files": files,
+              "bytes": sum((partial / name).stat().st_size for name in files if name not in linked)}
     atomic_files.write_json(partial / RECORD, record)
     whole = partial.with_name(f"step-{step}")
     shutil.rmtree(whole, ignore_errors=True)

@@ -62,6 +62,7 @@ class ServedModel:
         self._run, self._state = run, state
         self._adapters: dict[str, tuple[Run, TrainState]] = {}
         self._lora_runs: dict[str, Run] = {}
+        self._files: dict[str, str] = {}  # with their hashes, from which the weights are
         self._waiting: list[_Asked | tuple[Callable[[], None], Future[None]]] = []
         self._changed, self._over = threading.Condition(), False
         self._thread = threading.Thread(target=self._work, name="devices", daemon=True)
@@ -187,9 +188,13 @@ class ServedModel:
         from jaxtrain.hub import trained_model
         from jaxtrain.hub.weights import published_weights
         from jaxtrain.run import abstract_model
+        from jaxtrain.tuning.samplers.sent_weights import files_of
 
-        params = published_weights.load(folder, self._run.config.model, abstract_model(self._run))
-        self._state = trained_model.with_params(self._run, params)
+        files = files_of(folder)
+        same = [name for name, digest in files.items() if self._files.get(name) == digest]
+        params = published_weights.load(folder, self._run.config.model, abstract_model(self._run),
+                                        self._state.all_params, same)
+        self._state, self._files = trained_model.with_params(self._run, params), files
 
     def _load_adapter(self, name: str, folder: Path) -> None:
         from jaxtrain import builder

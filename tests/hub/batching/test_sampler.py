@@ -7,7 +7,8 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.hub.batching.gumbel import gumbel, largest
 from jaxtrain.hub.batching.page_numbers import PageNumbers
-from jaxtrain.hub.batching.sampler import FEWEST_ROWS, Sampler, keys
+from jaxtrain.hub.batching.sampler import FEWEST_ROWS, Sampler
+from jaxtrain.hub.batching.texts import keys
 from jaxtrain.hub.decoding import Decoding, decoding
 from jaxtrain.models.attention.cache_pages import PAGE
 from tests.hub.test_decoding import MANY, VARIED, build, check_same, state

@@ -7,7 +7,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.hub.generate import generate
-from jaxtrain.tuning import rollouts
+from jaxtrain.tuning.answers.own_mesh import OwnMesh
 from jaxtrain.tuning.exact.exact_objective import MISMATCH, SAID
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
@@ -43,8 +43,8 @@ def test_answers_are_the_steps_own_whoever_drafted_them(files, monkeypatch, loss
     assert told["exact_passes"] >= 1 and learnt.sum() > 20
 
     # Drafts with other random numbers are wrong nearly everywhere, and so are replaced token by token.
-    sampled = rollouts.Rollouts._sampled
-    monkeypatch.setattr(rollouts.Rollouts, "_sampled", lambda own, state, prompts, seed, drawn=None: sampled(
+    sampled = OwnMesh.sampled
+    monkeypatch.setattr(OwnMesh, "sampled", lambda own, state, prompts, seed, drawn=None: sampled(
         own, state, prompts, seed + 1, drawn))
     other, more = made(run, state)
     assert more["exact_passes"] > told["exact_passes"] and more["exact_changed_tokens"] > 20

@@ -16,7 +16,7 @@ END = 256
 class Numbers(SentWeights):
     """Weights whose states are numbers."""
 
-    def _save(self, state, folder):
+    def _save(self, state, folder, linked):
         (folder / "number").write_text(f"{state}")
 
 
