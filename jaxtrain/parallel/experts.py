@@ -62,6 +62,9 @@ def check(model: ModelConfig, train: TrainConfig, mesh: axis_rules.AnyMesh, rule
                 raise UserError("train.precision", f"{train.precision} has blocks of {block} numbers, and a device has "
                                 f"{width} of the {model.experts.mlp_dim} features within an expert",
                                 "lower mesh.tensor, or set train.experts_in_bf16=true")
+            if block and train.precision == "nvfp4" and mesh.shape["context"] > 1:
+                raise UserError("mesh.context", "routed experts in nvfp4 do not give one device's gradients with it",
+                                "set it to 1, or set train.experts_in_bf16=true")
             choose_backend(train.grouped_matmul, dtype, 0, model.experts.latent_dim or model.embed_dim, width)
 
 
