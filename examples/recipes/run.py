@@ -1,12 +1,12 @@
 """Run a recipe at several seeds by its own commands, and record a line of results for each.
 
-    python examples/recipes/run.py NAME                       # seeds 0, 1 and 2; prints each line
-    python examples/recipes/run.py NAME --seeds=1 --first=7   # seed 7 alone
-    python examples/recipes/run.py NAME --record              # also adds the lines to examples/recipes/NAME/results.jsonl
+    python -m examples.recipes.run NAME                       # seeds 0, 1 and 2; prints each line
+    python -m examples.recipes.run NAME --seeds=1 --first=7   # seed 7 alone
+    python -m examples.recipes.run NAME --record              # also adds the lines to examples/recipes/NAME/results.jsonl
 
 NAME/recipe.toml holds the commands, which are run as they stand there, with these words replaced: {here} by the recipe's
-folder, {work} by a folder that its seeds share, {out} by a folder of one seed, {seed} by the seed. Recorded lines have
-a commit, so `--record` wants the code and the recipe committed.
+folder, {work} by a folder that its seeds share, {out} by a folder of one seed, {seed} by the seed; "torch" is the Python
+that JAXTRAIN_TORCH_PYTHON names, for recipes that compare with torch's packages. Recorded lines have a commit, so `--record` wants the code and the recipe committed.
 """
 
 import argparse
@@ -39,7 +39,10 @@ def words_of(command, places):
     for name, place in places.items():
         command = command.replace(f"{{{name}}}", f"{place}")
     words = shlex.split(command)
-    own = {"python": [sys.executable], "jaxtrain": [sys.executable, "-m", "jaxtrain"]}
+    own = {"python": [sys.executable], "jaxtrain": [sys.executable, "-m", "jaxtrain"],
+           "torch": [os.environ.get("JAXTRAIN_TORCH_PYTHON", "")]}
+    if not all(own.get(words[0], words)):
+        raise SystemExit("JAXTRAIN_TORCH_PYTHON is not set: the recipe compares with torch's packages; name a Python that has them")
     return [*own.get(words[0], [words[0]]), *words[1:]]
 
 
