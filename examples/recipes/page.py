@@ -26,9 +26,10 @@ Each recipe is a folder of `examples/recipes` with its commands, what they reach
 python -m examples.recipes.run NAME --seeds=3
 ```
 
-Figures are means over seeds, with half of the 95 % interval of the mean by Student's t where there are two seeds or more. The machines were shared
-with other work, so that processor time and the load are given and wall-clock time says little: no figure here is a claim
-of speed. This page is rendered from the lines in `results.jsonl` by `python -m examples.recipes.page`."""
+Figures are means over seeds, with half of the 95 % interval of the mean by Student's t where there are several seeds.
+The machines were shared with other work, so that CPU-seconds and the load are given and wall-clock time says little: no
+figure here is a claim of speed. This page is rendered from the lines in `results.jsonl` by
+`python -m examples.recipes.page`."""
 
 
 def lines_of(name, file="results.jsonl"):
@@ -52,7 +53,8 @@ def curves(title, lines):
         shared = sorted(set.intersection(*map(set, each)))
         series[label] = [(step, mean(curve[step] for curve in each)) for step in shared]
     drawn = log_log(title, "step", series)
-    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace("</svg>", f"{STYLE}</svg>") + "\n"
+    drawn = drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return drawn.replace("</svg>", f"{STYLE}</svg>") + "\n"
 
 
 def markdown_table(head, rows):
@@ -61,7 +63,7 @@ def markdown_table(head, rows):
 
 
 def commands_of(name, recipe):
-    """Return a recipe's commands as they are run, in a block of code, with words in the place of its folders and seed."""
+    """Return a recipe's commands as they are run, as a block, with words in the place of its folders and seed."""
     lines = [line for key in ("prepare", "commands", "planned_commands") for line in recipe.get(key, [])]
     text = "\n".join(["```text", *lines, "```"])
     for place, word in (("here", f"examples/recipes/{name}"), ("work", "FOLDER"), ("out", "WORKDIR"), ("seed", "SEED")):
@@ -75,15 +77,20 @@ def results(name, recipe, lines):
         return ["**Not run yet.**"]
     rows = [(label, figure([line["figures"][label] for line in lines]),
              ", ".join(f"{line['figures'][label]:.4g}" for line in lines)) for label in recipe["figures"]]
-    about = lines[-1]
-    loads = [value for line in lines for value in line["load"]]
-    many = f"{len(lines)} seeds" if len(lines) > 1 else "one seed"
-    return [markdown_table(("", "mean", "each seed"), rows),
-            f"{many.capitalize()}; {mean(line['cpu_seconds'] for line in lines):,.0f} CPU-seconds a seed with start and compilation "
-            f"({min(line['seconds'] for line in lines):,.0f} to {max(line['seconds'] for line in lines):,.0f} s of wall-clock time at a load "
-            f"of {min(loads):.0f} to {max(loads):.0f}); {about['machine']['cores']} cores of {about['machine']['cpu']}, Python {about['python']}, "
-            f"JAX {about['jax']}, commit {', '.join(dict.fromkeys(line['commit'] for line in lines))}, {about['date']}.",
-            f"![{recipe['title']}](recipes/{name}.svg)"]
+    many = f"{len(lines)} seeds" if len(lines) > 1 else "One seed"
+    waited = [line["seconds"] for line in lines]
+    cost = (f"{many}; {mean(line['cpu_seconds'] for line in lines):,.0f} CPU-seconds a seed with start and compilation, "
+            f"in {min(waited):,.0f} to {max(waited):,.0f} s. {ran_on(lines)}")
+    return [markdown_table(("", "mean", "each seed"), rows), cost, f"![{recipe['title']}](recipes/{name}.svg)"]
+
+
+def ran_on(lines):
+    """Return, in a sentence, the machine, versions and commits of recorded lines."""
+    about, loads = lines[-1], [value for line in lines for value in line["load"]]
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
+    return (f"Machine: {about['machine']['cores']} cores ({about['machine']['cpu']}), shared with other work (load "
+            f"{min(loads):.0f} to {max(loads):.0f}); Python {about['python']}, JAX {about['jax']}, commit {commits}, "
+            f"{about['date']}.")
 
 
 def planned(lines):

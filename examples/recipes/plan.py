@@ -23,8 +23,8 @@ def line_of(one, about):
 def main(arguments=None):
     """Plan the recipe that is named."""
     name, = sys.argv[1:] if arguments is None else arguments
-    about = {key: value for key, value in provenance(["jaxtrain", "configs", f"examples/recipes/{name}/config.py"]).items()
-             if key != "machine"}
+    about = provenance(["jaxtrain", "configs", f"examples/recipes/{name}/config.py"])
+    del about["machine"]  # the prediction does not depend on it
     lines = [json.dumps(line_of(one, about)) + "\n" for one in read_recipe(name)["plan"]]
     (RECIPES / name / "plan.jsonl").write_text("".join(lines))
 

@@ -2,11 +2,12 @@
 
     python -m examples.recipes.run NAME                       # seeds 0, 1 and 2; prints each line
     python -m examples.recipes.run NAME --seeds=1 --first=7   # seed 7 alone
-    python -m examples.recipes.run NAME --record              # also adds the lines to examples/recipes/NAME/results.jsonl
+    python -m examples.recipes.run NAME --record              # also adds the lines to NAME/results.jsonl
 
-NAME/recipe.toml holds the commands, which are run as they stand there, with these words replaced: {here} by the recipe's
-folder, {work} by a folder that its seeds share, {out} by a folder of one seed, {seed} by the seed; "torch" is the Python
-that JAXTRAIN_TORCH_PYTHON names, for recipes that compare with torch's packages. Recorded lines have a commit, so `--record` wants the code and the recipe committed.
+NAME/recipe.toml holds the commands, which are run as they stand there, with these words replaced: {here} by the
+recipe's folder, {work} by a folder that its seeds share, {out} by a folder of one seed, {seed} by the seed. "torch" is
+the Python that JAXTRAIN_TORCH_PYTHON names, for recipes that compare with torch's packages. Recorded lines have a
+commit, so `--record` wants the code and the recipe committed.
 """
 
 import argparse
@@ -42,7 +43,8 @@ def words_of(command, places):
     own = {"python": [sys.executable], "jaxtrain": [sys.executable, "-m", "jaxtrain"],
            "torch": [os.environ.get("JAXTRAIN_TORCH_PYTHON", "")]}
     if not all(own.get(words[0], words)):
-        raise SystemExit("JAXTRAIN_TORCH_PYTHON is not set: the recipe compares with torch's packages; name a Python that has them")
+        raise SystemExit("JAXTRAIN_TORCH_PYTHON is not set: the recipe compares with torch's packages; name a Python "
+                         "that has them")
     return [*own.get(words[0], [words[0]]), *words[1:]]
 
 
@@ -87,7 +89,8 @@ def figure_of(spec, places, printed):
 
 def machine():
     """Return the processor and its cores."""
-    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", file.read_text()) if file.exists() else None
     return {"cpu": found[1].strip() if found else platform.processor(), "cores": os.cpu_count()}
 
 
@@ -96,13 +99,15 @@ def commit(paths):
     git = ["git", "-C", f"{ROOT}"]
     if subprocess.run([*git, "status", "--porcelain", "--", *paths], capture_output=True, text=True).stdout:
         return None
-    return subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True).stdout.strip() or None
+    done = subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or None
 
 
 def provenance(paths):
     """Return what every recorded line says of its code and its machine."""
     return {"commit": commit(paths), "machine": machine(), "python": platform.python_version(),
-            **{name: version(name) for name in ("jax", "flax", "optax")}, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+            **{name: version(name) for name in ("jax", "flax", "optax")},
+            "date": time.strftime("%Y-%m-%d", time.gmtime())}
 
 
 def run_seed(name, recipe, seed, work):
@@ -133,9 +138,10 @@ def main(arguments=None):
     recipe = read_recipe(flags.name)
     if "commands" not in recipe:
         raise SystemExit(f"{flags.name} was not run yet: it is for accelerators; its page says what to run")
-    about = provenance(["jaxtrain", "configs", f"examples/recipes/{flags.name}/", ":!examples/recipes/*/results.jsonl"])
+    about = provenance(["jaxtrain", "configs", "examples/*.py", "examples/sft", "examples/reinforce",
+                        f"examples/recipes/{flags.name}/", ":!examples/recipes/*/results.jsonl"])
     if flags.record and not about["commit"]:
-        raise SystemExit("--record: the code differs from its commit; commit first, so that the line can say which it was")
+        raise SystemExit("--record: the code differs from its commit; commit first, so that the line can name one")
     work = flags.folder or Path(tempfile.mkdtemp())
     if not (work / "prepared").exists():
         for command in recipe.get("prepare", []):

@@ -60,7 +60,8 @@ def stages_of(entry):
             own = FREE.get(section, set())
             for key in values:
                 if own is not None and key not in own:
-                    raise SystemExit(f"{entry}: {section}.{key} is not an entry's to set (examples/track/README.md, rule 3)")
+                    raise SystemExit(f"{entry}: {section}.{key} is not an entry's to set: remove it "
+                                     "(examples/track/README.md, rule 3)")
     return stages
 
 
@@ -163,7 +164,7 @@ def main(arguments=None):
         parser.error(f"there is no entry {name!r}: known are {', '.join(entries)}")
     about = provenance(["jaxtrain", "configs", "examples/track/run.py", f"examples/track/entries/{name}.py"])
     if flags.record and not about["commit"]:
-        parser.error("--record: the code differs from its commit; commit first, so that the line can say which it was")
+        parser.error("--record: the code differs from its commit; commit first, so that the line can name one")
     import jaxtrain as jt
 
     jt.enable_compilation_cache()

@@ -1,6 +1,8 @@
 """Continued pretraining of a published model of 1B parameters (the shape of Llama 3.2 1B). Not run yet.
 
-    python -m jaxtrain.main --config=examples/recipes/continued_1b/config.py --config.train.init_from=FOLDER --config.data.source=CORPUS
+    python -m jaxtrain.main --config=examples/recipes/continued_1b/config.py --config.train.init_from=FOLDER
+
+with `--config.data.source=CORPUS`, text that was prepared with the tokenizer of the model in FOLDER.
 
 Ten billion tokens, the learning rate warmed up anew and falling to zero in the last fifth (arXiv 2403.08763).
 configs/continued.py shows how to mix in some of the old text. Variant: `:tiny`.

@@ -21,7 +21,8 @@ def get_config(variant=None):
         "train": {"steps": 19_073, "precision": "bfloat16", "eval_every": 250},
     })
     if variant == "tiny":
-        config.update({"model": {"vocab_size": 320, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "max_seq_len": 64},
+        config.update({"model": {"vocab_size": 320, "num_layers": 2, "embed_dim": 64, "num_heads": 4,
+                                 "max_seq_len": 64},
                        "data": {"source": "stdlib", "seq_len": 64, "global_batch_size": 16},
                        "optimizer": {"warmup_steps": 1}, "train": {"steps": 2, "precision": "float32"}})
     return config

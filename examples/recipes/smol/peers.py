@@ -5,7 +5,8 @@
     python examples/recipes/smol/peers.py train FOLDER WORKDIR --adapters=ADAPTERS --output=OUT
     python examples/recipes/smol/peers.py read EXPORTED WORKDIR --output=OUT   # the next loss, of an exported model
 
-Needs torch, transformers, peft and trl, and WORKDIR/batches.npz (batches.py). A document of a packed row becomes a row of its own.
+Needs torch, transformers, peft and trl, and WORKDIR/batches.npz (batches.py). Each document of a packed row becomes a
+row of its own.
 """
 
 import argparse
@@ -23,7 +24,8 @@ from transformers import AutoModelForCausalLM
 
 def documents(batch):
     """Return the documents of a batch, one a row, as tokens, targets and weights; of pairs, the chosen ones first."""
-    rows = [(row, segment) for row in range(len(batch["tokens"])) for segment in range(1, batch["segments"][row].max() + 1)]
+    rows = [(row, segment) for row, segments in enumerate(batch["segments"])
+            for segment in range(1, segments.max() + 1)]
     rows.sort(key=lambda one: one[1] % 2 == 0)  # pairs have an even number of segments
     longest = max(int((batch["segments"][row] == segment).sum()) for row, segment in rows)
     found = {name: np.zeros((len(rows), longest), batch[name].dtype) for name in ("tokens", "targets", "weights")}
@@ -53,9 +55,9 @@ def pairs_loss(model, one, beta):
     accelerator = MagicMock(gather=same, gather_for_metrics=same, reduce=same, device="cpu", num_processes=1)
     trainer = SimpleNamespace(
         accelerator=accelerator, aux_loss_enabled=False, model=SimpleNamespace(training=True), _tp_size=1,
-        _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, ld_alpha=None, precompute_ref_logps=True,
-        f_divergence_type="reverse_kl", use_weighting=False, loss_types=["sigmoid"], loss_weights=[1.0], beta=beta,
-        label_smoothing=0.0)
+        _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, ld_alpha=None,
+        precompute_ref_logps=True, f_divergence_type="reverse_kl", use_weighting=False, loss_types=["sigmoid"],
+        loss_weights=[1.0], beta=beta, label_smoothing=0.0)
     mask = one["weights"] > 0
     with torch.no_grad(), model.disable_adapter():
         chosen, rejected = (log_probabilities(model, one) * mask).sum(1).chunk(2)
@@ -97,7 +99,7 @@ def train(flags, config, ours, batches):
 
 
 def read(flags, config, ours, batches):
-    """Return a line with the loss of an exported model on the batch after the last, beside that of the peer's own weights."""
+    """Return a line with the loss of an exported model on the next batch, beside that of the peer's own weights."""
     model = AutoModelForCausalLM.from_pretrained(flags.folder, dtype=torch.float32).eval()
     with torch.no_grad():
         value = float(loss_of(config)(model, documents(batches(len(ours)))))
@@ -126,7 +128,8 @@ def main():
     if flags.way == "start":
         return start(flags)
     config = json.loads((flags.workdir / "config.json").read_text())
-    ours = [line for line in map(json.loads, (flags.workdir / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+    lines = map(json.loads, (flags.workdir / "metrics.jsonl").read_text().splitlines())
+    ours = [line for line in lines if "loss" in line]
     kept = np.load(flags.workdir / "batches.npz")
     lines = {"train": train, "read": read}[flags.way](
         flags, config, ours, lambda step: {name: kept[name][step] for name in kept.files})

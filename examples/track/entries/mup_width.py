@@ -1,4 +1,4 @@
-"""Half again as wide, with the learning rate that the baseline's width is good at, carried over by muP (arXiv 2203.03466)."""
+"""Half again as wide, with the learning rate of the baseline's width, carried over by muP (arXiv 2203.03466)."""
 
 
 def stages():
