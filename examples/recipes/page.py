@@ -79,7 +79,7 @@ def results(name, recipe, lines):
              ", ".join(f"{line['figures'][label]:.4g}" for line in lines)) for label in recipe["figures"]]
     many = f"{len(lines)} seeds" if len(lines) > 1 else "One seed"
     waited = [line["seconds"] for line in lines]
-    cost = (f"{many}; {mean(line['cpu_seconds'] for line in lines):,.0f} CPU-seconds a seed with start and compilation, "
+    cost = (f"{many}; {mean(line['cpu_seconds'] for line in lines):,.0f} CPU-seconds a seed with start and compiling, "
             f"in {min(waited):,.0f} to {max(waited):,.0f} s. {ran_on(lines)}")
     return [markdown_table(("", "mean", "each seed"), rows), cost, f"![{recipe['title']}](recipes/{name}.svg)"]
 
