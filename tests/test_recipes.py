@@ -138,19 +138,37 @@ def test_the_operations_of_a_step_are_those_of_its_products(text):
     assert counted == pytest.approx(3 * 2 * tokens * (products + 2 * 2 * 64 * 64), rel=0.1)  # and scores and values
 
 
-def test_an_entry_is_trained_and_scored_at_once(text, monkeypatch):
+ENTRY = """
+def stages():
     keys = {"model": {"name": "gpt2", "vocab_size": 320, "num_layers": 1, "embed_dim": 32, "num_heads": 2,
                       "max_seq_len": 256},
             "optimizer": {"name": "adamw", "learning_rate": 1e-2, "warmup_steps": 1}}
-    stages = [(6, {**keys, "data": {"seq_len": 64, "global_batch_size": 8}}),
-              (6, {**keys, "data": {"seq_len": 256, "global_batch_size": 2}})]
-    monkeypatch.setattr(track, "BATCHES", 1)
-    monkeypatch.setattr(track, "ROWS", 2)
+    return [(6, {**keys, "data": {"seq_len": 64, "global_batch_size": 8}}),
+            (6, {**keys, "data": {"seq_len": 256, "global_batch_size": 2}})]
+"""
+
+
+def test_an_entry_is_trained_scored_and_recorded(text, tmp_path, monkeypatch, capsys):
+    (tmp_path / "entries").mkdir()
+    (tmp_path / "entries/tiny.py").write_text(ENTRY)
+    for name, value in {"TRACK": tmp_path, "HISTORY": tmp_path / "history.jsonl", "BATCHES": 1, "ROWS": 2,
+                        "text_of": lambda folder: text, "provenance": lambda paths: {"commit": "12345678"},
+                        "BUDGETS": {"minutes": 1e12, "none": 1e3}}.items():
+        monkeypatch.setattr(track, name, value)
     with devices(1):
-        line = track.train(stages, text, 0, 1e12)
-        with pytest.raises(SystemExit, match="take 0 steps"):
-            track.train(stages, text, 0, 1e3)
+        track.main(["tiny", "--seeds=1", "--record"])
+        with pytest.raises(SystemExit, match="and may use 1000: take 0 steps"):
+            track.main(["tiny", "--seeds=1", "--budget=none"])
+    line = json.loads((tmp_path / "history.jsonl").read_text())
     assert line["steps"] == 12 and 1 < line["bits_per_byte"] < 8.3 and 0 < line["operations"] < 1e12
+    assert line["commit"] == "12345678" and json.loads(capsys.readouterr().out.splitlines()[-1]) == line
+    track.main(["compare", "tiny", "tiny"])
+    assert capsys.readouterr().out == "no claim: 1 and 1 seeds, and a record needs 5\n"
+    for words, said in ((["other"], "there is no entry 'other'"),
+                        (["compare", "tiny", "other"], "has no lines of other")):
+        with pytest.raises(SystemExit, match="2"):
+            track.main(words)
+        assert said in capsys.readouterr().err
 
 
 def test_an_entry_may_set_its_own_keys_only(tmp_path):

@@ -120,9 +120,10 @@ def run_seed(name, recipe, seed, work):
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     curves = {label: thinned(metrics(spec["run"].format(**places), spec["key"]))
               for label, spec in recipe["curves"].items()}
-    return {"seed": seed, "seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(cpu, 1),
+    return {"seed": seed, "seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(cpu, 2),
             "load": [round(load, 1), round(os.getloadavg()[0], 1)],
-            "figures": {label: round(figure_of(spec, places, printed), 5) for label, spec in recipe["figures"].items()},
+            "figures": {label: float(f"{figure_of(spec, places, printed):.6g}")
+                        for label, spec in recipe["figures"].items()},
             "curves": curves}
 
 
