@@ -170,8 +170,11 @@ def main(arguments=None):
     jt.enable_compilation_cache()
     stages, text = stages_of(TRACK / f"entries/{name}.py"), text_of(flags.folder)
     for seed in range(flags.first, flags.first + flags.seeds):
-        line = json.dumps({"entry": name, "budget": flags.budget, **about,
-                           **train(scaled(stages, flags.budget), text, seed, BUDGETS[flags.budget])})
+        try:
+            found = train(scaled(stages, flags.budget), text, seed, BUDGETS[flags.budget])
+        except jt.errors.UserError as error:
+            parser.error(f"{error}")
+        line = json.dumps({"entry": name, "budget": flags.budget, **about, **found})
         print(line, flush=True)
         if flags.record:
             with HISTORY.open("a") as file:
