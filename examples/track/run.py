@@ -172,7 +172,7 @@ def main(arguments=None):
     for seed in range(flags.first, flags.first + flags.seeds):
         try:
             found = train(scaled(stages, flags.budget), text, seed, BUDGETS[flags.budget])
-        except jt.errors.UserError as error:
+        except jt.UserError as error:
             parser.error(f"{error}")
         line = json.dumps({"entry": name, "budget": flags.budget, **about, **found})
         print(line, flush=True)
