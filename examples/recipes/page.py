@@ -80,7 +80,7 @@ def results(name, recipe, lines):
     many = f"{len(lines)} seeds" if len(lines) > 1 else "One seed"
     waited = [line["seconds"] for line in lines]
     cost = (f"{many}; {mean(line['cpu_seconds'] for line in lines):,.0f} CPU-seconds a seed with start and compiling, "
-            f"in {min(waited):,.0f} to {max(waited):,.0f} s. {ran_on(lines)}")
+            f"in {' to '.join(dict.fromkeys(f'{one:,.0f}' for one in (min(waited), max(waited))))} s. {ran_on(lines)}")
     return [markdown_table(("", "mean", "each seed"), rows), cost, f"![{recipe['title']}](recipes/{name}.svg)"]
 
 

@@ -139,7 +139,7 @@ def main(arguments=None):
     recipe = read_recipe(flags.name)
     if "commands" not in recipe:
         raise SystemExit(f"{flags.name} was not run yet: it is for accelerators; its page says what to run")
-    about = provenance(["jaxtrain", "configs", "examples/*.py", "examples/sft", "examples/reinforce",
+    about = provenance(["jaxtrain", "configs", ":(glob)examples/*.py", "examples/sft", "examples/reinforce",
                         f"examples/recipes/{flags.name}/", ":!examples/recipes/*/results.jsonl"])
     if flags.record and not about["commit"]:
         raise SystemExit("--record: the code differs from its commit; commit first, so that the line can name one")

@@ -46,7 +46,7 @@ def standings(budget):
             p = f"{welch(values[entry], values['baseline']):.2g}"
         rows.append((entry, first_line(entry), figure(values[entry]), str(len(lines)), f"{lines[0]['steps']:,}",
                      f"{mean(line['cpu_seconds'] for line in lines):,.0f}", p))
-    titles = ("entry", "", "bits per byte", "seeds", "steps", "CPU-seconds", "p against the baseline")
+    titles = ("entry", "", "bits per byte", "seeds", "steps", "CPU-seconds with compilation", "p against the baseline")
     parts = [head, markdown_table(titles, rows)]
     if len(values.get("baseline", "")) > 1:
         parts.append(f"Noise: the standard deviation of the baseline over {len(values['baseline'])} seeds is "
