@@ -13,7 +13,8 @@ from examples.recipes.run import RECIPES, ROOT, read_recipe
 from jaxtrain.plan.report.log_log import log_log
 from jaxtrain.runs.report.seed_statistics import interval
 
-ORDER = ("gpt", "characters", "experts", "hybrid", "spoken", "instructions", "tool_use", "smol", "gpt2_124m", "chat",
+ORDER = ("gpt", "characters", "experts", "hybrid", "spoken", "instructions", "tool_use", "smol", "smol_lora",
+         "smol_dpo", "gpt2_124m", "chat",
          "continued_1b")
 STYLE = """<style>.curves{font:12px system-ui,sans-serif;fill:#1d2129;background:#fff}
 .curves polyline,.curves circle,.curves path{fill:none;stroke-width:2}.axis{stroke:#596273}
@@ -78,9 +79,11 @@ def results(name, recipe, lines):
     rows = [(label, figure([line["figures"][label] for line in lines]),
              ", ".join(f"{line['figures'][label]:.4g}" for line in lines)) for label in recipe["figures"]]
     many = f"{len(lines)} seeds" if len(lines) > 1 else "One seed"
+    begun = " (of the last call: a run had begun before)" if any(line.get("resumed") for line in lines) else ""
     waited = [line["seconds"] for line in lines]
-    cost = (f"{many}; {mean(line['cpu_seconds'] for line in lines):,.0f} CPU-seconds a seed with start and compiling, "
-            f"in {' to '.join(dict.fromkeys(f'{one:,.0f}' for one in (min(waited), max(waited))))} s. {ran_on(lines)}")
+    cost = (f"{many}; {mean(line['cpu_seconds'] for line in lines):,.0f} CPU-seconds a seed with start and compiling{begun}, "
+            f"in {' to '.join(dict.fromkeys(f'{one:,.0f}' for one in (min(waited), max(waited))))} s. "
+            f"{ran_on(lines)}")
     return [markdown_table(("", "mean", "each seed"), rows), cost, f"![{recipe['title']}](recipes/{name}.svg)"]
 
 

@@ -113,6 +113,7 @@ def provenance(paths):
 def run_seed(name, recipe, seed, work):
     """Run the commands of one seed and return its line."""
     out = work / f"seed{seed}"
+    resumed = {"resumed": True} if out.exists() else {}  # then its cost is not that of all commands
     places = {"here": f"examples/recipes/{name}", "work": work, "out": out, "seed": seed}
     began, load, before = time.perf_counter(), os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN)
     printed = "".join(call(command, places) for command in recipe["commands"])
@@ -124,7 +125,7 @@ def run_seed(name, recipe, seed, work):
             "load": [round(load, 1), round(os.getloadavg()[0], 1)],
             "figures": {label: float(f"{figure_of(spec, places, printed):.6g}")
                         for label, spec in recipe["figures"].items()},
-            "curves": curves}
+            "curves": curves, **resumed}
 
 
 def main(arguments=None):
