@@ -81,7 +81,8 @@ def results(name, recipe, lines):
     many = f"{len(lines)} seeds" if len(lines) > 1 else "One seed"
     begun = " (of the last call: a run had begun before)" if any(line.get("resumed") for line in lines) else ""
     waited = [line["seconds"] for line in lines]
-    cost = (f"{many}; {mean(line['cpu_seconds'] for line in lines):,.0f} CPU-seconds a seed with start and compiling{begun}, "
+    cpu = mean(line["cpu_seconds"] for line in lines)
+    cost = (f"{many}; {cpu:,.0f} CPU-seconds a seed with start and compiling{begun}, "
             f"in {' to '.join(dict.fromkeys(f'{one:,.0f}' for one in (min(waited), max(waited))))} s. "
             f"{ran_on(lines)}")
     return [markdown_table(("", "mean", "each seed"), rows), cost, f"![{recipe['title']}](recipes/{name}.svg)"]
