@@ -33,7 +33,8 @@ def text(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "hybrid" else ())
+                                  for name in CONFIGS])
 def test_every_config_trains_two_steps(name, text):
     with devices(1):
         config = jt.load_config(f"{run.RECIPES}/{name}/config.py:tiny", {
@@ -148,6 +149,7 @@ def stages():
 """
 
 
+@pytest.mark.slow
 def test_an_entry_is_trained_scored_and_recorded(text, tmp_path, monkeypatch, capsys):
     (tmp_path / "entries").mkdir()
     (tmp_path / "entries/tiny.py").write_text(ENTRY)
