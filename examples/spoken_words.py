@@ -66,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clips", type=int, default=1200)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="of the initial values and the order of the clips")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--folder", type=Path, help="for clips and run; default: a temporary one")
     flags = parser.parse_args()
@@ -79,7 +80,8 @@ def main() -> None:
     made = time.perf_counter()
     print(f"{len(corpus.train)} clips to learn from, {len(corpus.eval)} to evaluate, in {made - started:.0f} s")
     config = jt.load_config(f"{ROOT}/configs/whisper.py:words", {
-        "data.source": f"{folder}/corpus", "train.steps": flags.steps, "model.audio_chunk": 16 * flags.stream})
+        "data.source": f"{folder}/corpus", "train.steps": flags.steps, "train.seed": flags.seed,
+        "data.seed": flags.seed, "model.audio_chunk": 16 * flags.stream})
     jt.train(config, workdir=folder / "run")
     print(f"trained in {time.perf_counter() - made:.0f} s, {time.process_time():.0f} of a processor's")
     found = transcribe(folder / "run", [f"{folder}/unheard"], batch_size=60)

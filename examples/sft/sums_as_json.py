@@ -33,7 +33,8 @@ def write(folder):
             json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in records))
 
 
-def measure(workdir):
+def shares(workdir):
+    """The share of answers that have the format, and of those with the right sum."""
     import jaxtrain as jt
 
     run, state = jt.load_model(workdir)
@@ -43,7 +44,12 @@ def measure(workdir):
     values = [value_of(answer.text) for answer in answers]
     formed = sum(value is not None for value in values)
     right = sum(value == result for value, (_, result) in zip(values, asked, strict=True))
-    print(f"of {len(asked)} answers {formed / len(asked):.0%} have the format, {right / len(asked):.0%} the right sum")
+    return formed / len(asked), right / len(asked)
+
+
+def measure(workdir):
+    formed, right = shares(workdir)
+    print(f"of {len(sums()[len(sums()) * 2 // 3:])} answers {formed:.0%} have the format, {right:.0%} the right sum")
 
 
 def value_of(text):

@@ -106,3 +106,11 @@ def test_the_time_over_adamw_is_the_recorded_one(muon, adamw, within, monkeypatc
 def test_an_optimizer_without_an_exchange_has_none():
     config = reference.tiny("llama", mesh__fsdp=8, optimizer__name="adamw")
     assert not [kind for kind, _ in estimate(config, TARGETS["h100"], 8).talked if kind == "all-to-all"]
+
+
+def test_a_barrier_of_no_arrays_is_read():
+    def step(x):
+        jax.lax.optimization_barrier(())  # as around the matrices of a part that has none
+        return x
+
+    assert [op.outputs for op in reader.read(jax.make_jaxpr(step)(1.0), {}, "cuda").ops] == [[]]

@@ -1,4 +1,4 @@
-"""What a chunk's forward pass leaves for its backward pass, as arrays that wait in slots.
+"""The arrays that a chunk's forward pass leaves for its backward pass, which wait in slots.
 
 `jax.vjp` returns a function that is a pytree of the arrays that a backward pass reads. Some of them are the weights,
 which a stage holds anyway: those are not stored once more for each micro-batch.

@@ -128,7 +128,8 @@ class _Reader(Placing):
         outputs = [self.of_aval(var.aval) for var in eqn.outvars]
         if name == "device_put":  # between device and host memory
             return self.emit(name, "real", inputs, outputs)
-        if name in LINEAR and inputs[0].pending and not outputs[0].pending and not splits_more(inputs[0], outputs[0]):
+        if inputs and name in LINEAR and inputs[0].pending and not outputs[0].pending and not splits_more(
+                inputs[0], outputs[0]):
             outputs[0].pending = inputs[0].pending
             return self.emit(name, "view" if name in VIEWS else "fused", inputs, outputs)
         if name in ("add", "add_any", "sub") and inputs[0].pending and len({value.pending for value in inputs}) == 1:
