@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError, say
-from jaxtrain.sharding.mesh import training_devices
 
 
 def measured(source: str, overrides: dict[str, str], steps: int, warmup: int = 5, *, compared: Sequence[str] = (),
@@ -28,6 +27,7 @@ def measured(source: str, overrides: dict[str, str], steps: int, warmup: int = 5
     from jaxtrain.config.load import load_config
     from jaxtrain.distributed import processes
     from jaxtrain.plan import preflight
+    from jaxtrain.sharding.mesh import training_devices
 
     config = load_config(source, overrides)
     processes.agree(config)
