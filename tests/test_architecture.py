@@ -24,7 +24,7 @@ LAYERS = (
 # They only pass on what the command line says; `python -m` runs them.
 ENTRANCES = {f"jaxtrain.{name}" for name in ("__main__", "main", "cli", "supervise", "bench.__main__")}
 ANY = 513  # places in signatures that say nothing of a value (2,118 at 9682e830)
-BUDGETS = {"LEARNING": 7060, "SURVIVAL": 3984}  # docs/decisions.md says why not 3,500 and 2,500
+BUDGETS = {"LEARNING": 7080, "SURVIVAL": 3984}  # docs/decisions.md says why not 3,500 and 2,500
 
 
 def modules() -> dict[str, Path]:

@@ -11,9 +11,9 @@ from examples.track.run import BUDGETS, SEEDS, SIGNIFICANT, TRACK, history, welc
 
 HEAD = """# A track for small ideas
 
-Who reaches the fewest bits per byte on held-out text with a fixed amount of arithmetic, about two minutes on two cores?
-An entry is one file of keys in `examples/track/entries`; `examples/track/README.md` has the rules, the reasons for them
-and how to enter.
+Which entry reaches the fewest bits per byte on held-out text with a fixed amount of arithmetic (about two minutes on
+two cores)? An entry is one file of keys in `examples/track/entries`; `examples/track/README.md` has the rules, the
+reasons for them and how to enter.
 
 ```text
 python -m examples.track.run baseline --budget=sprint --seeds=5
@@ -50,7 +50,7 @@ def standings(budget):
     parts = [head, markdown_table(titles, rows)]
     if len(values.get("baseline", "")) > 1:
         parts.append(f"Noise: the standard deviation of the baseline over {len(values['baseline'])} seeds is "
-                     f"{stdev(values['baseline']):.2g} bits per byte.")
+                     f"{stdev(values['baseline']):.2g} bits per byte; ± is half of the mean's 95 % interval.")
     return [*parts, ran_on([line for lines in found.values() for line in lines.values()])]
 
 

@@ -152,7 +152,7 @@ def _others(argv: list[str], swept: list[str]) -> list[str]:
     own, skip = [], False
     for word in argv:
         if word.startswith("-"):
-            skip = word.partition("=")[0] in ("--sweep", "--output", "--timeout", "--json")
-        if not (skip or word in swept):
+            skip = word.partition("=")[0] in ("--sweep", "--output", "--timeout")
+        if not (skip or word in swept or word == "--json"):
             own.append(word)
     return own

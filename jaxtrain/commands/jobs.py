@@ -101,6 +101,8 @@ def config_of(job: records.Job) -> "Config | None":
         return None
     flags, overrides = training_flags([*job.command[job.command.index("jaxtrain.main") + 1:]])
     with contextlib.suppress(UserError):  # which the run tells of
-        config = flags.config if is_named(flags.config) else Path(job.directory) / flags.config
+        own = Path(job.directory) / flags.config.partition(":")[0]
+        named = is_named(flags.config) and not own.with_name(f"{own.name}.py").is_file()  # as where the job ran
+        config = flags.config if named else Path(job.directory) / flags.config
         return load_config(config, overrides)
     return None

@@ -109,9 +109,12 @@ def _check(flags: argparse.Namespace) -> None:
     for flag, least, fix in (("devices_per_node", 1, "give 1 or more"), ("runs", 1, "give 1 or more")):
         if getattr(flags, flag) < least:
             raise UserError(f"--{flag}", f"{getattr(flags, flag)} is too few", fix)
-    for flag in ("days", "shape"):
-        if not 0 < getattr(flags, flag) < math.inf:
-            raise UserError(f"--{flag}", f"{getattr(flags, flag)} is not a positive number", "give one")
+    if flags.seed < 0:
+        raise UserError("--seed", f"{flags.seed} is negative", "give 0 or more")
+    if not 0 < flags.days < math.inf:
+        raise UserError("--days", f"{flags.days} is not a positive number", "give one")
+    if not 0.1 <= flags.shape < math.inf:  # below, the scale of a Weibull distribution overflows
+        raise UserError("--shape", f"{flags.shape} is not a number of 0.1 or more", "give one")
     for flag in _SECONDS:
         value = getattr(flags, flag)
         if value is not None and not (0 < value < math.inf if flag == "step_time" else 0 <= value < math.inf):
@@ -128,6 +131,13 @@ def _check(flags: argparse.Namespace) -> None:
         raise UserError("--output", f"{flags.output} has a ledger already", "give a new folder")
     if flags.output and (flags.case or flags.replay):
         raise UserError("--output", "only predictions can be written as a workdir", "leave out --case and --replay")
+    if flags.json and (flags.case or flags.replay):
+        raise UserError("--json", "only predictions are printed as objects", "leave out --case and --replay")
+    if flags.output:
+        try:
+            Path(flags.output).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError("--output", f"{flags.output}: {error.strerror}", "give a folder that can be made") from None
 
 
 def _durations(flags: argparse.Namespace, workdir: str | None) -> "Durations":

@@ -77,8 +77,8 @@ class PipelineConfig:
     # overlap transfers between stages with computation, by one tick more for each transfer: this makes the bubble
     # longer
     overlap: bool = False
-    # compute the forward pass of a stage again in its backward pass; false: keep what train.remat keeps, of all
-    # micro-batches that are between the two, which takes more memory and a quarter less computation
+    # compute the forward pass of a stage again in its backward pass; false: keep what train.remat keeps, of each
+    # micro-batch between its forward and its backward pass, which takes more memory and a quarter less computation
     recompute: bool = True
     table: str = ""  # a CSV or JSON file with a schedule of your own
 
@@ -217,7 +217,7 @@ class TrainConfig:
     # layers at the start of each stack whose matmuls stay in bfloat16 with fp8, mxfp8 and nvfp4
     layers_at_start_in_bf16: int = at_most(0, 10_000, least=0)
     layers_at_end_in_bf16: int = at_most(0, 10_000, least=0)  # likewise at the end
-    experts_in_bf16: bool = False  # whether the matmuls of routed experts stay in bfloat16 with these precisions
+    experts_in_bf16: bool = False  # whether the matmuls of routed experts stay in bfloat16 with fp8, mxfp8 and nvfp4
     objective: str = ""  # the objective; "": that of the family, of preference.loss or of rl.prompts
     # attention kernel; auto: chosen by device, dtype and shapes (docs/training.md)
     attention: str = choice("auto", "auto", "xla", "cudnn", "mosaic", "triton", "splash")

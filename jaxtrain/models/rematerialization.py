@@ -48,12 +48,12 @@ def wrap(policy: Policy, in_loop: bool = False) -> Wrap:
     return lambda layer: jax.checkpoint(layer, policy=_saveable(policy), prevent_cse=not in_loop)
 
 
-def of_several_layers(remat: str) -> Wrap:
+def of_several_layers(remat: str, layers: int) -> Wrap:
     """Return a function that makes several layers keep what `train.remat` says, and no weights in another shape.
 
     Layers that keep only some results do so themselves.
     """
-    if remat != "none":
+    if not policies(remat, layers)[0][0].everything:
         return lambda layers: layers
     return lambda layers: jax.checkpoint(
         layers, policy=lambda primitive, *_, **__: primitive.name not in ("reshape", "reshard"), prevent_cse=False)

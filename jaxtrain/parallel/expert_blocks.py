@@ -2,9 +2,10 @@
 
 Blocks of rows and of matrices lie along the features that a product sums over, as in other layers
 (sharding/block_products.py). The gradient of a matrix sums over the rows of its expert: a block of those are the rows
-that this expert has of one window of neighbouring tokens, so that no scale depends on the mesh, on micro-batches or on
-the order in which rows arrive. NVFP4's Hadamard transform along tokens, which would fill each window with rows that
-the expert does not have, is left out.
+that this expert has of one window of neighbouring tokens, so that no scale depends on the mesh or on the order in which
+rows arrive. It does where not all rows fit (`train.expert_buffer`), which are then rounded in several passes; and
+NVFP4's float32 scale of a whole array is that of a micro-batch. NVFP4's Hadamard transform along tokens, which would
+fill each window with rows that the expert does not have, is left out.
 
 No kernel that JAX reaches multiplies groups with scales, so on all devices the rounded values, which bfloat16 holds
 exactly, are multiplied in bfloat16.

@@ -1,5 +1,6 @@
 """The identity of a run, for config.json and run.json: which keys count, and what the config does not name."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -35,7 +36,9 @@ def _optimizer(run: Run) -> JsonObject:
     try:
         return describe_optimizer(run.sharded.settings.optimizer, run.abstract.params)
     except Exception:  # such as a collective of a mesh axis, or a region whose mesh is that of the step
-        return optimizer_on_one_device(run)
+        with contextlib.suppress(Exception):  # it needs to know more of the devices than there is to know
+            return optimizer_on_one_device(run)
+        return {"state": "unknown", "update": {}}
 
 
 def optimizer_on_one_device(run: Run) -> JsonObject:

@@ -89,7 +89,8 @@ class ModelLoss:
 
         assert objective.pipeline_parts
         at_rest = jax.tree.map(lambda s: s.spec, self.layout.gradients)
-        keeps = None if self.config.pipeline.recompute else of_several_layers(self.config.train.remat)
+        keeps = None if self.config.pipeline.recompute else of_several_layers(
+            self.config.train.remat, self.config.model.stacked_layers)
         return Pipeline(objective.pipeline_parts, *schedules, self.layout.rules, self.layout.axes,
                         self.layout.frozen_axes, at_rest, keeps)
 

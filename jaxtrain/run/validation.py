@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.base.annotations import JsonObject
+from jaxtrain.base.narrow_formats import BLOCKS
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
@@ -119,10 +120,18 @@ TABLE = (
             {"mesh.stage": 2, "pipeline.schedule": "1f1b", "pipeline.chunks": 2}, {"pipeline.schedule": "interleaved"}),
     Refusal("pipeline.recompute", "results that stages keep on hosts",
             lambda a: a.mesh.shape["stage"] > 1 and not a.config.pipeline.recompute and "@host" in a.config.train.remat,
-            lambda a: f"stages keep nothing on hosts, as train.remat={a.config.train.remat} says",
+            lambda a: f"train.remat={a.config.train.remat} keeps results on hosts, and with pipeline.recompute=false a "
+                      "stage keeps its results on the device",
             lambda a: "leave @host out, or use pipeline.recompute=true",
             {"mesh.stage": 2, "pipeline.recompute": False, "train.remat": "attention+mlp@host"},
             {"train.remat": "attention+mlp"}),
+    Refusal("pipeline.recompute", "stages that keep everything, in fp8",
+            lambda a: a.mesh.shape["stage"] > 1 and not a.config.pipeline.recompute and a.config.train.remat == "none"
+            and a.config.train.precision == "fp8",
+            lambda a: "with train.remat=none a stage would keep weights of 8 bits for each micro-batch",
+            lambda a: "use train.remat=attention_and_dots, or pipeline.recompute=true",
+            {"mesh.stage": 2, "pipeline.recompute": False, "train.precision": "fp8"},
+            {"train.remat": "attention_and_dots"}),
     Refusal("train.loss_chunks", "chunks of the loss that do not divide the tokens that pass a device at a time",
             lambda a: a.config.train.loss_chunks and a.tokens % a.config.train.loss_chunks,
             lambda a: f"{a.config.train.loss_chunks} does not divide the {a.tokens} tokens of a device's micro-batch"
@@ -135,6 +144,13 @@ TABLE = (
                       f"mesh.context={a.context} assigns in pairs",
             lambda a: f"make it a multiple of {2 * a.context}",
             {"mesh.context": 4, "data.seq_len": 60}, {"data.seq_len": 64}),
+    Refusal("data.seq_len", "blocks of tokens (MXFP8, NVFP4) that parts of a sequence do not hold whole",
+            lambda a: a.context > 1 and a.config.data.seq_len % (2 * a.context * BLOCKS.get(
+                a.config.train.precision, 1)),
+            lambda a: f"{a.config.data.seq_len} does not divide into {2 * a.context} parts of whole blocks of "
+                      f"{BLOCKS[a.config.train.precision]} tokens, as train.precision={a.config.train.precision} has",
+            lambda a: f"make it a multiple of {2 * a.context * BLOCKS[a.config.train.precision]}",
+            {"mesh.context": 2, "train.precision": "mxfp8", "data.seq_len": 64}, {"data.seq_len": 128}),
     Refusal("mesh.context_strategy", "ring attention inside a pipeline",
             lambda a: a.config.mesh.context_strategy == "ring" and a.context > 1 and a.mesh.shape["stage"] > 1,
             lambda a: f"ring's permutations would wait for all of mesh.stage={a.mesh.shape['stage']}, which are busy "

@@ -72,7 +72,7 @@ def observed(workdir: str | Path) -> tuple[dict[str, float], int]:
     found, starts = recorded(workdir), incarnations(workdir)
     slots = [len(event["slots"]) for event in events(workdir) if event["kind"] == "attempt" and event.get("slots")]
     days = account(starts).life * max(slots, default=0) / DAY if starts else 0.0
-    if not found or not days:
+    if not days or all(one.kind == "stop" for one in found):
         raise UserError("--rates", f"nothing has failed in {workdir} under a supervisor", "name published rates")
     return {kind: count / days for kind, count in Counter(one.kind for one in found).items()}, len(found)
 

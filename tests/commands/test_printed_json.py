@@ -74,14 +74,18 @@ def test_checkpoint(made, objects, printed):
     assert len(text.splitlines()) == len(different) + 1 and sum("array" in one for one in different) > 3
 
 
-def test_runs(made, objects, printed):
+def test_runs(made, objects, printed, capsys):
     _, workdir, _ = made
     assert objects("runs", "tag", workdir, "kept") == [{"workdir": f"{workdir}", "tags": ["kept"]}]
     assert objects("runs", "tag", workdir, "kept", "--remove") == [{"workdir": f"{workdir}", "tags": []}]
     try:
-        printed("runs", "reproduce", workdir, "--no_data", "--json")
+        (found,) = objects("runs", "reproduce", workdir, "--no_data")
+        assert not found["differences"]
     except SystemExit as differs:  # the commit, where the checkout was edited
         assert differs.code == 1
+        found, = map(json.loads, capsys.readouterr().out.splitlines())
+        assert found["differences"]
+    assert found["commands"]
 
 
 def test_prepare(made, objects, printed, tmp_path):

@@ -76,6 +76,12 @@ def test_a_schema_is_one_and_describes_each_key(name):
     assert all(one.get("description") for one in schema(name)["properties"].values())
 
 
+def test_the_supervisors_events_are_as_the_schema_says():
+    event = {"time": 1.0, "kind": "restart", "process": "supervisor", "host": "one"}
+    validator = jsonschema.Draft202012Validator(schema("events"))
+    assert validator.is_valid(event) and not validator.is_valid(event | {"process": "another"})
+
+
 def test_a_run_writes_what_they_say(workdir):
     found = {"metrics": lines(workdir / "metrics.jsonl"), "events": lines(workdir / "events.jsonl"),
              "run": [json.loads((workdir / "run.json").read_text())]}

@@ -9,7 +9,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.config.load import load_config
 from jaxtrain.kernels.grouped_matmul import grouped_matmul
-from jaxtrain.parallel import experts
+from jaxtrain.parallel import expert_products, experts
 from jaxtrain.parallel.expert_options import ExpertOptions
 from jaxtrain.plan.cost import rough
 from jaxtrain.plan.estimate import estimate
@@ -84,7 +84,7 @@ def test_rows_that_hold_tokens(devices, factor, buffer):
     held = count // devices
     limit = int(factor * tokens * choices / count) * held if factor else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "grouped_matmul", product)
+        patch.setattr(expert_products, "grouped_matmul", product)
         mesh = jax.sharding.AbstractMesh((devices,), ("expert",))
         inner = jax.shard_map(
             lambda x, chosen, weights, kept, *w: experts.through_experts(

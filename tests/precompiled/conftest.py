@@ -1,10 +1,12 @@
 """A secret of the run, and the folder of a small config's programs for one device."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config
@@ -38,6 +40,17 @@ def secret(tmp_path_factory):
     authentication.secret.cache_clear()
 
 
+@contextlib.contextmanager
+def no_compilation_cache():
+    """Have JAX compile, as the command does: XLA for CPU cannot write again what came from a cache."""
+    before = jax.config.jax_enable_compilation_cache
+    for enabled in (False, before):
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()  # it remembers whether it is used
+        if not enabled:
+            yield
+
+
 @pytest.fixture(scope="module")
 def made(secret, tmp_path_factory):
     """A function from the keys of a mesh to the compiled folder; each is compiled once."""
@@ -51,7 +64,7 @@ def made(secret, tmp_path_factory):
             found[mesh] = Made(load_config(f"{ROOT}/configs/gpt.py:tiny", overrides),
                                tmp_path_factory.mktemp("compiled"),
                                [flags[0], *(f"--config.{key}={value}" for key, value in overrides.items())])
-            with devices(8 if mesh else 1):
+            with devices(8 if mesh else 1), no_compilation_cache():
                 target, here = compiling.devices_of("cpu")
                 compiling.compile_into(found[mesh].folder, found[mesh].config, target, here)
         return found[mesh]

@@ -234,7 +234,6 @@ def test_gradients_are_rounded_anew_in_each_step_and_the_same_again():
 
 @pytest.mark.parametrize(("keys", "key"), [
     ({"train__precision": "mxfp8", "data__seq_len": 48}, "data.seq_len"),
-    ({"train__precision": "nvfp4", "mesh__context": 4, "data__seq_len": 64}, "data.seq_len"),
     ({"train__precision": "bfloat16", "train__layers_at_end_in_bf16": 1}, "train.layers_at_end_in_bf16"),
     ({"train__precision": "mxfp8", "train__layers_at_start_in_bf16": 3}, "train.layers_at_end_in_bf16"),
     ({"train__precision": "nvfp4", "mesh__stage": 2, "pipeline__schedule": "zb_v"}, "pipeline.schedule"),

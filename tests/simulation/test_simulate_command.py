@@ -87,7 +87,9 @@ def test_the_defaults_are_those_of_the_durations():
     ("--step_time=0", "--step_time"), ("--start_time=-1", "--start_time"),
     ("--case=llama4", "--case: there is no case"),
     ("--measured=/nowhere", "--measured"), ("--replay=/nowhere", "--replay"), ("--shape=0", "--shape"),
-    ("--devices_per_node=0", "--devices_per_node"), ("--spare=1", "there is no such flag")])
+    ("--devices_per_node=0", "--devices_per_node"), ("--seed=-1", "--seed: -1 is negative"),
+    ("--output=/dev/null", "--output: /dev/null"), ("--shape=0.005", "--shape"),
+    ("--spare=1", "there is no such flag")])
 def test_refused_in_one_sentence(flag, said, capsys):
     assert simulate.main([flag]) == 2
     err = capsys.readouterr().err

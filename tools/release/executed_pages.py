@@ -49,7 +49,8 @@ def sentence(page: str, text: str, pages: Mapping[str, Any]) -> str:
         return "Tests execute the commands and code of this page; when they last did is not recorded yet."
     one = pages[page]
     since = "" if one["digest"] == digest(text) else " They have changed since."
-    return (f"Tests executed the commands and code of this page on {one['date']} at commit {one['commit']}, with "
+    return (f"Tests executed commands and code of this page, some with fewer steps, on {one['date']} "
+            f"at commit {one['commit']}, with "
             f"Python {one['python']} and JAX {one['jax']} ({one['ran']} in all).{since}")
 
 

@@ -57,7 +57,8 @@ MUTANTS = {
         "train_step/optimizers/optimizer_parts.py", "map_names(is_matrix, self.axes))",
         "map_names(lambda names: True, self.axes))", ("tests/train_step/test_optimizers.py",)),
     "accumulation_unweighted": Mutant(
-        "train_step/gradients.py", "g.astype(jnp.float32) * sums[1], grads)", "g.astype(jnp.float32), grads)",
+        "train_step/gradients.py", "g.astype(precisions.wide(g)) * sums[1], grads)",
+        "g.astype(precisions.wide(g)), grads)",
         (STEP, EQUAL)),
     "anomaly_applied": Mutant(
         "train_step/step.py", "return jax.lax.cond(taken, apply, lambda: (params, opt_state))", "return apply()",

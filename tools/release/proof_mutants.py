@@ -52,7 +52,8 @@ MUTANTS = {
     "head_input_gradient_of_own_vocabulary": Mutant(
         "kernels/loss_head/cross_entropy.py", "dx_ND = over_vocab(jnp.dot(", "dx_ND = (jnp.dot("),
     "accumulation_unweighted": Mutant(
-        "train_step/gradients.py", "g.astype(jnp.float32) * sums[1], grads)", "g.astype(jnp.float32), grads)"),
+        "train_step/gradients.py", "g.astype(precisions.wide(g)) * sums[1], grads)",
+        "g.astype(precisions.wide(g)), grads)"),
     "ring_attention_sees_the_future": Mutant(
         "parallel/ring.py",
         "lax.cond(source < lax.axis_index(AXIS), lambda: work(every, early), lambda: work(late, every))",

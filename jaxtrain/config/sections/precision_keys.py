@@ -32,12 +32,9 @@ def check(config: Any) -> None:
 
 def _check_blocks_of_tokens(config: Any, block: int) -> None:
     """Refuse rows that are no whole blocks: the gradient of a weight sums over tokens, in blocks of them."""
-    parts = 2 * config.mesh.context if config.mesh.context > 1 else 1  # a device has two parts of a row
-    if config.data.seq_len % (block * parts):
-        where = f" times 2 x mesh.context={config.mesh.context}, the parts of a row" if parts > 1 else ""
+    if config.data.seq_len % block:
         raise UserError("data.seq_len", f"{config.data.seq_len} is no multiple of {block}, the tokens of a block of "
-                        f"train.precision={config.train.precision}{where}",
-                        f"give a multiple of {block * parts}")
+                        f"train.precision={config.train.precision}", f"give a multiple of {block}")
 
 
 def _check_random_numbers(config: Any) -> None:

@@ -129,7 +129,8 @@ class RLConfig:
     # what answers: "": the model that is trained, on the mesh that trains it; or the URL of a vLLM server with the same
     # model, which is sent the weights, as http://HOST:PORT/v1 or http://HOST:PORT/v1#MODEL
     sampler: str = ""
-    # number of devices, the last of this process, that answer while the others train, which the mesh has; 0: none
+    # how many devices generate answers while the others train: the last ones of the process, which are not in the
+    # mesh; 0: none
     sampler_devices: int = at_most(0, 2**16, least=0)
     # with rl.sampler: seconds in which the answers of a step must come, restarts of the server included
     sampler_timeout_s: float = number(100.0, above=0, most=86400.0, fix="try 100")

@@ -229,11 +229,11 @@ class Stage:
             lambda slots, x: lax.dynamic_update_index_in_dim(slots, x, row[column], 0), carry[slots], x)}
 
     # -------------------------------------------------------------------------------------------------------- weights
-    def middle(self, chunk: jax.Array | int, weights: Params, x: PyTree, micro: Batch,
-               shared: Params | None = None) -> tuple[PyTree, jax.Array, Sums]:
-        """Apply the layers of one chunk. `shared`: the trained parameters of `Parts.shared`, if not the stage's own."""
+    def middle(self, chunk: jax.Array | int, weights: Params, x: PyTree, micro: Batch
+               ) -> tuple[PyTree, jax.Array, Sums]:
+        """Apply the layers of one chunk."""
         slots = {key: held.of_chunk(chunk) for key, held in self.slots.items()}
-        return self.parts.middle(self.all_of(chunk, weights, self.outer | (shared or {})), x, micro, slots)
+        return self.parts.middle(self.all_of(chunk, weights, self.outer), x, micro, slots)
 
     def all_of(self, chunk: jax.Array | int, weights: Params, outer: Params) -> Params:
         """Return trained and frozen parameters of one chunk, and of everything that is not a layer."""

@@ -101,8 +101,9 @@ class DeviceSampler(AskedInTurn["Copied"]):
         """Have answers made by these weights; weights before them are dropped when the answers are on record."""
         def recorded(answers: list[Generated]) -> None:
             record(answers)
-            for step in [step for step in self._known if step < weights.step]:
-                del self._known[step]
+            for step in list(self._known):  # another thread adds to it
+                if step < weights.step:
+                    self._known.pop(step, None)
 
         found = super().ask(many, asking, self._known[weights.step], recorded)
         self._outstanding = [one for one in (*self._outstanding, found.future) if one is not None and not one.done()]
