@@ -184,6 +184,7 @@ def chains() -> list:
     # These have tests of their own, take hours, or need the Hugging Face Hub.
     slow = ("hf:Qwen", "pytest", "tools/benchmarks", "tools/device", "tools/release/compare_evaluation",
             "tools/release/mutants", "tools/release/proof_mutants", "tools/release/bisection_mutants",
+            "draw_pictures.py report",
             "python examples/", "jaxtrain launch", "jaxtrain jobs", "jaxtrain sweep", "jaxtrain compile", "--compiled=",
             "jaxtrain bisect", "data trace configs/")
     commands = [command for command in shown() if re.search(TRIED, command) or not any(

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from jaxtrain.distributed import authentication
 from jaxtrain.main import main as train
 from tests.tiny import tiny_flags
 
@@ -142,7 +143,12 @@ def test_bench(made, objects, tmp_path):
 
 
 @pytest.mark.slow
-def test_compile(made, objects, tmp_path):
+def test_compile(made, objects, tmp_path, monkeypatch):
     flags, _, _ = made
+    for name in ("JAXTRAIN_SECRET", "JAXTRAIN_SECRET_FILE"):
+        monkeypatch.setenv(name, "")  # so that what the command sets ends with the test
+        monkeypatch.delenv(name)
+    authentication.secret.cache_clear()
     programs = objects("compile", *flags, f"--output={tmp_path / 'compiled'}", f"--workdir={tmp_path / 'run'}")
     assert programs and all(one["bytes"] > 0 and one["seconds"] > 0 and one["program"] for one in programs)
+    authentication.secret.cache_clear()

@@ -43,12 +43,16 @@ def secret(tmp_path_factory):
 @contextlib.contextmanager
 def no_compilation_cache():
     """Have JAX compile, as the command does: XLA for CPU cannot write again what came from a cache."""
-    before = jax.config.jax_enable_compilation_cache
-    for enabled in (False, before):
+    def enable(enabled):
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()  # it remembers whether it is used
-        if not enabled:
-            yield
+
+    before = jax.config.jax_enable_compilation_cache
+    enable(False)
+    try:
+        yield
+    finally:
+        enable(before)
 
 
 @pytest.fixture(scope="module")

@@ -65,10 +65,10 @@ if what == "write" and me == who:
     while not slow:
         time.sleep(0.1)
     assert slow[0], "the folder was taken away from under one that still wrote"
-# What was exchanged about a save is forgotten.
+# What was exchanged about a save is forgotten, once the last process has read it.
 if me == 0:
-    kept = jax._src.distributed.global_state.client.key_value_dir_get("jaxtrain/checkpoint/")
-    assert len({key.split("/")[2] for key, _ in kept}) == 2, kept
+    while jax._src.distributed.global_state.client.key_value_dir_get("jaxtrain/checkpoint/"):
+        time.sleep(0.1)
 checkpoints.close()
 """
 
