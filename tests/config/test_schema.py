@@ -247,7 +247,7 @@ def test_every_field_is_read():
     declared = (package / "config" / "schema.py", package / "config" / "families.py")
     sources = {path: path.read_text() for path in package.rglob("*.py") if path not in declared}
     assert "for axis in AXES" in sources[package / "builder.py"]  # where the sizes of the mesh are read
-    assert unread(list(sources.values())) == {("mesh", "expert")}
+    assert unread(list(sources.values())) == {("mesh", axis) for axis in ("context", "expert")}
     without = [source.replace("z_loss", "other") for source in sources.values()]
     assert {("train", "z_loss"), ("experts", "z_loss")} <= unread(without)
 
