@@ -100,8 +100,8 @@ def test_a_page_says_when_its_code_was_executed():
     pages = {"docs/a.md": {"date": "2026-11-30", "commit": "abc", "python": "3.11.7", "jax": "0.10.2", "ran": 1,
                            "digest": executed_pages.digest(text)}}
     said = executed_pages.sentence("docs/a.md", text.replace("Words", "Other words"), pages)
-    assert said == ("Tests executed commands and code of this page, some with fewer steps, on 2026-11-30 at commit abc, "
-                    "with Python 3.11.7 and JAX 0.10.2 (1 in all).")
+    assert said == ("Tests executed commands and code of this page, some with fewer steps, on 2026-11-30 at commit "
+                    "abc, with Python 3.11.7 and JAX 0.10.2 (1 in all).")
     changed = executed_pages.sentence("docs/a.md", text.replace("top runs", "top"), pages)
     assert changed == f"{said} They have changed since."
     assert "not recorded yet" in executed_pages.sentence("docs/b.md", text, pages)
