@@ -17,7 +17,6 @@ from jaxtrain.errors import UserError
 from jaxtrain.sharding import mesh_context
 from jaxtrain.train_step.optimizers import mup
 from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path, is_matrix, map_names
-from jaxtrain.train_step.optimizers.matrix_homes import Home, as_stack, from_stack
 from jaxtrain.train_step.optimizers.newton_schulz import orthogonalized
 from jaxtrain.train_step.optimizers.optimizer_parts import Growth, OptimizerParts, rules
 
@@ -63,13 +62,12 @@ def scale_by_orthogonality(parts: OptimizerParts) -> optax.GradientTransformatio
         """Return the orthogonal matrices of the parameters' momentum, by path, in float32."""
         flat, _ = jax.tree_util.tree_flatten_with_path(updates, is_leaf=_is_masked)
         own = {path: x for path, x in flat if is_matrix_of(path, x)}
-        homes = {path: Home.of(names_of[path], x.shape, dimensions[path]) for path, x in own.items()}
-        stacks = orthogonalized([as_stack(x, dimensions[path], homes[path]) for path, x in own.items()], c.eps,
-                                dtype_of(c.orthogonal_dtype), [home.axes for home in homes.values()])
+        stacks = orthogonalized([as_stack(x, dimensions[path]) for path, x in own.items()], c.eps,
+                                dtype_of(c.orthogonal_dtype))
         # Widened only when they are back: the compiler would exchange them in float32.
-        narrow = jax.lax.optimization_barrier([from_stack(stack, dimensions[path], homes[path], x.shape)
+        narrow = jax.lax.optimization_barrier([from_stack(stack, dimensions[path], x.shape)
                                                for (path, x), stack in zip(own.items(), stacks, strict=True)])
-        return {path: back.astype(jnp.float32) * RMS * math.sqrt(max(stack.shape[2:]))
+        return {path: back.astype(jnp.float32) * RMS * math.sqrt(max(stack.shape[1:]))
                 for path, back, stack in zip(own, narrow, stacks, strict=True)}
 
     def is_matrix_of(path: tuple, x: jax.Array | optax.MaskedNode) -> bool:
@@ -132,6 +130,18 @@ def muon_dimensions(names: tuple, split_heads: bool = False) -> Dimensions | Non
         return found
     rows, columns = (tuple(i for i in side if i not in heads) for side in (found.rows, found.columns))
     return Dimensions(found.stacked + heads, rows, columns)
+
+
+def as_stack(x: jax.Array, own: Dimensions) -> jax.Array:
+    """Return the matrices of a parameter as [matrices, rows, columns]."""
+    sizes = [math.prod(x.shape[i] for i in side) for side in (own.stacked, own.rows, own.columns)]
+    return x.transpose(own.stacked + own.rows + own.columns).reshape(sizes)
+
+
+def from_stack(stack: jax.Array, own: Dimensions, shape: tuple[int, ...]) -> jax.Array:
+    """Return the parameter that `as_stack` took apart."""
+    order = own.stacked + own.rows + own.columns
+    return stack.reshape([shape[i] for i in order]).transpose([order.index(i) for i in range(len(order))])
 
 
 def _is_masked(x: object) -> bool:

@@ -11,11 +11,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxtrain.config.schema import OptimizerConfig
-from jaxtrain.sharding import mesh_context
 from jaxtrain.sharding.axis_rules import axes_of
 from jaxtrain.train_step.optimizers import newton_schulz
 from jaxtrain.train_step.optimizers.matrices import Dimensions
-from jaxtrain.train_step.optimizers.matrix_homes import Home
 from jaxtrain.train_step.optimizers.muon import muon_dimensions
 from jaxtrain.train_step.state import Layout, TrainState
 
@@ -30,17 +28,16 @@ def exchanged(c: OptimizerConfig, abstract: TrainState, layout: Layout, platform
     narrow = c.orthogonal_dtype == "bfloat16" or (c.orthogonal_dtype == "auto" and platform != "cpu")
     mesh = layout.mesh
     auto = AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape), axis_types=(AxisType.Auto,) * len(mesh.shape))
-    stacks = list(_stacks(c, abstract, layout, platform))
+    stacks = list(_stacks(c, abstract, layout))
     with jax.sharding.use_abstract_mesh(auto):
-        return [one for shape, axes, home, times in _together(stacks)
-                for one in _of_stack(shape, axes, home, dict(mesh.shape), 2 if narrow else 4) * times]
+        return [one for shape, axes, times in _together(stacks)
+                for one in _of_stack(shape, axes, dict(mesh.shape), 2 if narrow else 4) * times]
 
 
-# Matrices of a group x rows x columns, what splits them, where the groups lie, how often.
-Stack = tuple[tuple[int, int, int], frozenset[str], newton_schulz.MeshAxes, int]
+Stack = tuple[tuple[int, int, int], frozenset[str], int]  # matrices x rows x columns, what splits them, how often
 
 
-def _stacks(c: OptimizerConfig, abstract: TrainState, layout: Layout, platform: str) -> Iterator[Stack]:
+def _stacks(c: OptimizerConfig, abstract: TrainState, layout: Layout) -> Iterator[Stack]:
     """Yield the stacks that are made orthogonal at a time: those of all layers, or of each by itself."""
     states, _ = jax.tree_util.tree_flatten_with_path(abstract.opt_state)
     params, treedef = jax.tree_util.tree_flatten_with_path(abstract.params)
@@ -53,12 +50,8 @@ def _stacks(c: OptimizerConfig, abstract: TrainState, layout: Layout, platform: 
         rows, columns = sorted(sides)
         layers = next((leaf.shape[i] for i in own.stacked if names[i] in ("layers", "every_layer")), 1)
         times = layers if layout.layerwise else 1
-        with mesh_context.use(layout.mesh, layout.rules, platform):
-            home = Home.of(names, tuple(1 if layout.layerwise and names[i] in ("layers", "every_layer") else size
-                                        for i, size in enumerate(leaf.shape)), own)
-        yield (matrices // times // math.prod(home.parts), rows, columns), frozenset(
-            axis for entry in momentum.sharding.spec for axis in axes_of(entry)
-            if layout.mesh.shape[axis] > 1), home.axes, times
+        yield (matrices // times, rows, columns), frozenset(
+            axis for entry in momentum.sharding.spec for axis in axes_of(entry) if layout.mesh.shape[axis] > 1), times
 
 
 def _sizes(shape: tuple[int, ...], own: Dimensions) -> list[int]:
@@ -67,17 +60,15 @@ def _sizes(shape: tuple[int, ...], own: Dimensions) -> list[int]:
 
 def _together(stacks: list[Stack]) -> Iterator[Stack]:
     """Yield stacks, those that share rounds as one."""
-    for group in newton_schulz.grouped([stack[0] for stack in stacks], [stack[2] for stack in stacks]):
-        shapes, axes, homes, times = zip(*(stacks[i] for i in group), strict=True)
-        yield (sum(n for n, *_ in shapes), shapes[0][1], shapes[0][2]), frozenset().union(*axes), homes[0], max(times)
+    for group in newton_schulz.grouped([shape for shape, _, _ in stacks]):
+        shapes, axes, times = zip(*(stacks[i] for i in group), strict=True)
+        yield (sum(n for n, *_ in shapes), shapes[0][1], shapes[0][2]), frozenset().union(*axes), max(times)
 
 
-def _of_stack(shape: tuple[int, int, int], split: frozenset[str], home: newton_schulz.MeshAxes, sizes: dict[str, int],
-              width: int) -> list[Exchange]:
+def _of_stack(shape: tuple[int, int, int], split: frozenset[str], sizes: dict[str, int], width: int) -> list[Exchange]:
     """Return what one stack exchanges both ways; `width`: bytes of an element."""
-    spread = {name for name, _ in newton_schulz.spread_over(shape[0], home)}
-    split = split - {name for name, _ in home}
-    here = newton_schulz.rounds(shape[0], home) * shape[1] * shape[2] * width  # of a device, which may be padding
+    spread = {name for name, _ in newton_schulz.spread_over(shape[0])}
+    here = newton_schulz.rounds(shape[0]) * shape[1] * shape[2] * width  # of a device, which may be padding
     both, gathered, again = (tuple(axis for axis in sizes if axis in some) for some in (
         split & spread, split - spread, spread - split))
     found = [("all-gather", gathered, here)] if gathered else []

@@ -1,12 +1,10 @@
 """Newton-Schulz iterations that make matrices orthogonal, each on one device of the mesh.
 
 A stack of matrices is laid out by its first dimension over the mesh, one matrix a device at a time, so that nothing is
-exchanged within the iterations: a stack crosses the network once before them and once after. Matrices which lie on
-different devices at rest, as those of experts do, stay there: each group of devices computes its own, and exchanges
-over the other mesh axes only. The polynomial is that of Jordan et al. (kellerjordan.github.io/posts/muon); coefficients
-and number of steps are theirs.
+exchanged within the iterations: a stack crosses the network once before them and once after. The polynomial is that of
+Jordan et al. (kellerjordan.github.io/posts/muon); coefficients and number of steps are theirs.
 
-Shape suffixes: G groups of devices, M matrices of a group, N matrices, R rows, C columns (R <= C).
+Shape suffixes: N matrices, R rows, C columns (R <= C).
 """
 
 import itertools
@@ -14,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,87 +21,79 @@ from jax.typing import DTypeLike
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-MeshAxes = tuple[tuple[str, int], ...]  # with their sizes
 
 
-def orthogonalized(stacks: Sequence[jax.Array], eps: float, dtype: DTypeLike,
-                   homes: Sequence[MeshAxes] = ()) -> list[jax.Array]:
+def orthogonalized(stacks: Sequence[jax.Array], eps: float, dtype: DTypeLike) -> list[jax.Array]:
     """Return the nearest orthogonal matrices, roughly: singular values between 0.7 and 1.2.
 
     Sums within products are in float32, and so is the norm by which each matrix is divided first.
 
     Args:
-        stacks: [G, M, rows, columns] each. Those of one shape, or of its transpose, are laid out together where that
-            gives devices fewer rounds.
+        stacks: [N, rows, columns] each. Those of one shape, or of its transpose, are laid out together where that gives
+            devices fewer rounds.
         dtype: of the products.
-        homes: of each stack, the mesh axes over which its groups lie at rest; none for all of them.
     """
-    homes = homes or [()] * len(stacks)
     wide, found = [_wide(_normed(x, eps).astype(dtype)) for x in stacks], dict[int, jax.Array]()
-    for group in grouped([x.shape[1:] for x in wide], homes):
-        home, counts = homes[group[0]], [wide[i].shape[1] for i in group]
-        joined = _in_rounds(jnp.concatenate([wide[i] for i in group], 1) if group[1:] else wide[group[0]], home)
-        found |= zip(group, jnp.split(joined, list(itertools.accumulate(counts))[:-1], 1), strict=True)
+    for group in grouped([x.shape for x in wide]):
+        if len(group) == 1:
+            found[group[0]] = _in_rounds(wide[group[0]])
+            continue
+        joined, counts = _in_rounds(jnp.concatenate([wide[i] for i in group])), [len(wide[i]) for i in group]
+        found |= zip(group, jnp.split(joined, list(itertools.accumulate(counts))[:-1]), strict=True)
     return [found[i].mT if _is_tall(x) else found[i] for i, x in enumerate(stacks)]
 
 
-def grouped(shapes: Sequence[tuple[int, ...]], homes: Sequence[MeshAxes]) -> list[list[int]]:
-    """Return which wide stacks are laid out together: those of equal matrices and one home, if they save a round.
-
-    `shapes`: [M, rows, columns] of each.
-    """
-    alike = defaultdict[tuple[Any, ...], list[int]](list)
-    for i, ((_, *sides), home) in enumerate(zip(shapes, homes, strict=True)):
-        alike[home, *sides].append(i)
+def grouped(shapes: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Return which wide stacks of these shapes are laid out together: those of equal matrices, if they save a round."""
+    alike = defaultdict[tuple[int, ...], list[int]](list)
+    for i, (_, *sides) in enumerate(shapes):
+        alike[tuple(sides)].append(i)
     counts = {i: shape[0] for i, shape in enumerate(shapes)}
-    return [part for (home, *_), group in alike.items() for part in (
-        [group] if rounds(sum(counts[i] for i in group), home) < sum(rounds(counts[i], home) for i in group)
+    return [part for group in alike.values() for part in (
+        [group] if rounds(sum(counts[i] for i in group)) < sum(rounds(counts[i]) for i in group)
         else [[i] for i in group])]
 
 
-def _normed(x: jax.Array, eps: float) -> jax.Array:
-    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), (-2, -1), keepdims=True))
-    return x / (norm + eps)
+def _normed(x_NRC: jax.Array, eps: float) -> jax.Array:
+    norm_N11 = jnp.sqrt(jnp.sum(jnp.square(x_NRC.astype(jnp.float32)), (1, 2), keepdims=True))
+    return x_NRC / (norm_N11 + eps)
 
 
-def _is_tall(x: jax.Array) -> bool:
-    return x.shape[-2] > x.shape[-1]
+def _is_tall(x_NRC: jax.Array) -> bool:
+    return x_NRC.shape[1] > x_NRC.shape[2]
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    return x.mT if _is_tall(x) else x
+def _wide(x_NRC: jax.Array) -> jax.Array:
+    return x_NRC.mT if _is_tall(x_NRC) else x_NRC
 
 
-def rounds(matrices: int, home: MeshAxes = ()) -> int:
-    """Return how many rounds of one matrix on each device there are for so many matrices of a group."""
-    return -(-matrices // math.prod(size for _, size in spread_over(matrices, home)))
+def rounds(matrices: int) -> int:
+    """Return how many rounds of one matrix on each device there are."""
+    return -(-matrices // math.prod(size for _, size in spread_over(matrices)))
 
 
-def _in_rounds(x_GMRC: jax.Array, home: MeshAxes) -> jax.Array:
+def _in_rounds(x_NRC: jax.Array) -> jax.Array:
     """Return the orthogonal matrices: what a round holds is bounded, however many there are."""
-    groups, matrices, *sides = x_GMRC.shape
-    axes = spread_over(matrices, home)
-    if groups * matrices == 1:
-        return _on_devices(axes, x_GMRC[0])[None]
-    devices, times = math.prod(size for _, size in axes), rounds(matrices, home)
-    padded = jnp.pad(x_GMRC, ((0, 0), (0, times * devices - matrices), (0, 0), (0, 0)))
-    by_round = jnp.moveaxis(padded.reshape(groups, times, devices, *sides), 1, 0).reshape(times, -1, *sides)
+    axes = spread_over(len(x_NRC))
+    if len(x_NRC) == 1:
+        return _on_devices(axes, x_NRC)
+    devices, times, rest = math.prod(size for _, size in axes), rounds(len(x_NRC)), x_NRC.shape[1:]
+    padded = jnp.pad(x_NRC, ((0, times * devices - len(x_NRC)), (0, 0), (0, 0)))
     # Here, or the compiler would exchange the matrices of all rounds in each of them. Were a device's own neighbours in
     # the stack, it would exchange the momentum itself, in float32 and more than once.
-    found = lax.map(partial(_on_devices, home + axes), _moved(by_round, home, axes))
-    found = _moved(found, home, axes, back=True).reshape(times, groups, devices, *sides)
-    return jnp.moveaxis(found, 1, 0).reshape(groups, -1, *sides)[:, :matrices]
+    found = lax.map(partial(_on_devices, axes), _moved(padded.reshape(times, devices, *rest), axes))
+    return _moved(found, axes, back=True).reshape(-1, *rest)[:len(x_NRC)]
 
 
-def _moved(x: jax.Array, home: MeshAxes, axes: MeshAxes, back: bool = False) -> jax.Array:
+def _moved(x: jax.Array, axes: tuple[tuple[str, int], ...], back: bool = False) -> jax.Array:
     """Return [rounds, devices, ...] laid out over mesh axes, or left so that it may be laid out otherwise.
 
     Axis by axis: the compiler exchanges parts over one, and over several at once it would make arrays whole everywhere.
     """
     if not _has_auto_axes():
         return x
-    free, axes, first = PartitionSpec.UNCONSTRAINED, home + axes, len(home) or 1
-    steps = [PartitionSpec(None, tuple(name for name, _ in axes[:n]), free, free) for n in range(first, len(axes))]
+    free = PartitionSpec.UNCONSTRAINED
+    steps = [PartitionSpec(None, tuple(name for name, _ in axes[:n]), free, free) for n in range(1, len(axes))]
     for spec in steps[::-1] if back else [*steps, _places(axes, None)]:
         x = lax.with_sharding_constraint(x, spec)
     return x
@@ -126,8 +115,8 @@ def _product(sides: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(sides, x, y, precision=exact, preferred_element_type=x.dtype)
 
 
-def spread_over(matrices: int, home: MeshAxes = ()) -> MeshAxes:
-    """Return the mesh axes over which as many matrices of a group are laid out, one a device; none of `home`.
+def spread_over(matrices: int) -> tuple[tuple[str, int], ...]:
+    """Return the mesh axes, with their sizes, over which as many matrices are laid out, one a device.
 
     Where there are fewer matrices than devices, these are as few axes as give each matrix a device of its own; the
     devices along the others compute the same.
@@ -135,7 +124,7 @@ def spread_over(matrices: int, home: MeshAxes = ()) -> MeshAxes:
     if not _has_auto_axes():
         return ()
     mesh = jax.sharding.get_abstract_mesh()
-    axes = [(name, size) for name, size in mesh.shape.items() if size > 1 and (name, size) not in home]
+    axes = [(name, size) for name, size in mesh.shape.items() if size > 1]
     subsets = [some for count in range(len(axes) + 1) for some in itertools.combinations(axes, count)]
     sizes = {some: math.prod(size for _, size in some) for some in subsets}
     enough = [some for some in subsets if sizes[some] >= matrices]
@@ -148,12 +137,12 @@ def _has_auto_axes() -> bool:
     return not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
-def _places(axes: MeshAxes, *lead: None) -> PartitionSpec:
+def _places(axes: tuple[tuple[str, int], ...], *lead: None) -> PartitionSpec:
     """Return the layout of matrices over these axes, behind further dimensions."""
     return PartitionSpec(*lead, tuple(name for name, _ in axes) or None, None, None)
 
 
-def _on_devices(axes: MeshAxes, x_NRC: jax.Array) -> jax.Array:
+def _on_devices(axes: tuple[tuple[str, int], ...], x_NRC: jax.Array) -> jax.Array:
     """Return the orthogonal matrices, of which each device computes those that these mesh axes give it.
 
     Without axes every device of a mesh computes all of them.
