@@ -150,7 +150,8 @@ TABLE = (
             lambda a: f"{a.config.data.seq_len} does not divide into {2 * a.context} parts of whole blocks of "
                       f"{BLOCKS[a.config.train.precision]} tokens, as train.precision={a.config.train.precision} has",
             lambda a: f"make it a multiple of {2 * a.context * BLOCKS[a.config.train.precision]}",
-            {"mesh.context": 2, "train.precision": "mxfp8", "data.seq_len": 64}, {"data.seq_len": 128}),
+            {"mesh.context": 2, "train.precision": "mxfp8", "data.seq_len": 64, "model.max_seq_len": 128},
+            {"data.seq_len": 128}),
     Refusal("mesh.context_strategy", "ring attention inside a pipeline",
             lambda a: a.config.mesh.context_strategy == "ring" and a.context > 1 and a.mesh.shape["stage"] > 1,
             lambda a: f"ring's permutations would wait for all of mesh.stage={a.mesh.shape['stage']}, which are busy "
