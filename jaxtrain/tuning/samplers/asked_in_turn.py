@@ -111,3 +111,8 @@ class AskedInTurn(ABC, Generic[W]):
 
     def _add(self, name: str, value: float) -> None:
         self._fields[name] = self._fields.get(name, 0) + value
+
+    def _took(self, seconds: float, tokens: int) -> None:
+        """Add what a job took, and how many tokens were drawn in that time."""
+        self._add("rollout_s", seconds)
+        self._fields["rollout_tokens_per_s"] = tokens / max(seconds, 1e-9)

@@ -134,8 +134,7 @@ class DeviceSampler(AskedInTurn["Copied"]):
             return found
 
         answers = job.asking(answering)
-        self._add("rollout_s", seconds)
-        self._fields["rollout_tokens_per_s"] = tokens / max(seconds, 1e-9)
+        self._took(seconds, tokens)
         return answers
 
 

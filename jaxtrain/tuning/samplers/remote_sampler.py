@@ -61,8 +61,7 @@ class RemoteSampler(AskedInTurn[Weights]):
             return found
 
         answers = job.asking(answering)
-        self._add("rollout_s", seconds)
-        self._fields["rollout_tokens_per_s"] = tokens / max(seconds, 1e-9)
+        self._took(seconds, tokens)
         return answers
 
     def _answers(self, server: VllmServer, job: Job[Weights], questions: Sequence[Question],
