@@ -70,4 +70,6 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Axes,
 
 def global_norm(tree: PyTree) -> jax.Array:
     """Return the Euclidean norm over all leaves, in float32."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
+    parts = [part for leaf in jax.tree.leaves(tree)
+             for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))]
+    return jnp.sqrt(sum(jnp.sum(jnp.square(part.astype(jnp.float32))) for part in parts))
